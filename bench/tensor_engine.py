@@ -111,7 +111,7 @@ class TensorEngine(Engine):
         )
         read = Counter[int]()
         for bucket in buckets:
-            read[bucket.owner] += bucket.stop - bucket.start
+            read[bucket.owner] += bucket.size_bytes
         part_bytes = sum(tensor.nbytes for tensor in self._own.values())
         return {"part_bytes": part_bytes, "read_bytes": [read[one] for one in sorted(read)]}
 

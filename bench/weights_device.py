@@ -180,7 +180,7 @@ def receive_all(source: Connection, args: argparse.Namespace, name: str) -> None
                 offer.manifest.entries, num_owners=len(parts), bucket_bytes=BUCKET_BYTES
             )
             for bucket in buckets:
-                parts[bucket.owner].reader.read(bucket.start, room[: bucket.stop - bucket.start])
+                parts[bucket.owner].reader.read(bucket.stretches, room[: bucket.size_bytes])
             for part in parts:
                 part.reader.check()
 

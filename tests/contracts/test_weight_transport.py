@@ -18,7 +18,7 @@ from gyre.weights.swap import VersionBump
 from gyre.weights.tensor_source import LiveTensors
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, LIVE_SCHEMES, SHM, TCP, host_id
 from gyre.weights.transports.opened import PartOpener, Reading, open_shards
-from gyre.weights.transports.part_layout import part_bytes
+from gyre.weights.transports.part_layout import Stretch, part_bytes
 from gyre.weights.transports.tcp_server import PartServer
 from offers import FailAt, Fault, offer_of
 from part_cases import (
@@ -108,6 +108,10 @@ def test_tensors_arrive_to_the_bit(publish, reading, sharded):
         assert same(tensors, expected)
 
 
+def stretches_of(start: int, stop: int) -> tuple[Stretch, ...]:
+    return (Stretch(start=start, stop=stop, at=0),)
+
+
 @pytest.mark.parametrize("step", [64, 192, 960])
 def test_what_is_read_next_may_be_said_before(publish, reading, step):
     whole = whole_tensors(1)
@@ -116,8 +120,11 @@ def test_what_is_read_next_may_be_said_before(publish, reading, step):
             found_N = torch.zeros(part_bytes(part.placed), dtype=torch.uint8)
             cuts = list(range(0, len(found_N), step))
             for start, after in zip(cuts, [*cuts[1:], None], strict=True):
-                next_read = None if after is None else (after, min(step, len(found_N) - after))
-                part.reader.read(start, found_N[start : start + step], next_read=next_read)
+                one, following = (
+                    () if at is None else stretches_of(at, min(at + step, len(found_N)))
+                    for at in (start, after)
+                )
+                part.reader.read(one, found_N[start : start + step], next_stretches=following)
             part.reader.check()
             for one in part.placed:
                 values_N = whole[one.entry.name].view(-1)[one.segment.start : one.segment.stop]

@@ -41,7 +41,6 @@ def main() -> None:
         order = json.loads(line)
         offer = decode(bytes.fromhex(order["offer"]))
         own = Stopping(make_own(offer, device)) if own is None else own
-        own.left = order.get("stops_at", 0)
         swap = ReadOver(
             offer,
             own,
@@ -51,6 +50,7 @@ def main() -> None:
         )
         say(prepared=True)
         sys.stdin.readline()  # until another has prepared it too
+        own.left = order.get("stops_at", 0)
         began_s = time.monotonic()
         swap.run()
         answer: dict[str, Any] = {"seconds": time.monotonic() - began_s}

@@ -60,7 +60,7 @@ def receive_half(folder: Path, offer: Offer, preference: tuple[str, ...]) -> Non
     one asks for a tensor of the engine's."""
 
     class Stopping(dict):
-        left = 3
+        left = 0
 
         def __getitem__(self, name: str):
             self.left -= 1
@@ -77,6 +77,7 @@ def receive_half(folder: Path, offer: Offer, preference: tuple[str, ...]) -> Non
     if preference != (SHM,):
         say("opened")
         sys.stdin.readline()
+    own.left = 3
     swap.run()
 
 

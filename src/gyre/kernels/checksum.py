@@ -14,11 +14,13 @@ fast"). It loses a bit of the sum for each trailing zero bit of a difference. Th
 public: it detects faults of memory, software and networks, and is no cryptographic hash.
 """
 
-# N numbers of the run, W words, B blocks
+# N numbers of the run, W words, B blocks, R runs
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,32 +34,56 @@ PIECE_WORDS = 1 << 18  # of the torch form
 ALL_BITS = (1 << 64) - 1
 
 
-def checksum(
-    values_N: Tensor,
-    *,
-    start: int = 0,
-    columns: tuple[int, int] | None = None,
-    num_columns: int = 0,
-) -> Tensor:
-    """Return the sum of a contiguous run as an int64 scalar on its device, without waiting for it.
-    `start`: its first number in the tensor, or in `columns` of one with `num_columns`."""
-    assert values_N.is_contiguous() and values_N.dim() == 1
-    size_bytes = values_N.element_size()
-    words = max(1, size_bytes // 4)  # of a number
-    words_W = values_N.detach().view(CHECKSUM_WORDS[size_bytes // words])
-    left, right = (0, start + len(values_N)) if columns is None else columns
-    place = (
-        start * words,
-        left * words,
-        (right - left) * words,
-        (right if columns is None else num_columns) * words,
-    )
-    if not len(words_W):
-        return torch.zeros((), dtype=torch.int64, device=values_N.device)
-    if has_triton(words_W.device):
-        from gyre.kernels.gpu.checksum import sum_words  # imports Triton
+WordRun = tuple[Tensor, int, int, int, int]  # words; their start, left, width, columns
 
-        return sum_words(words_W, *place, weights_T(words_W.device))
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """A contiguous run of a tensor. `start`: its first number in the tensor, or in `columns` of one
+    with `num_columns`."""
+
+    values_N: Tensor
+    start: int = 0
+    columns: tuple[int, int] | None = None
+    num_columns: int = 0
+
+    def words(self) -> WordRun:
+        """Return its words and their place."""
+        values_N = self.values_N
+        assert values_N.is_contiguous() and values_N.dim() == 1
+        size_bytes = values_N.element_size()
+        words = max(1, size_bytes // 4)  # of a number
+        words_W = values_N.detach().view(CHECKSUM_WORDS[size_bytes // words])
+        left, right = self.columns or (0, self.start + len(values_N))
+        columns = right if self.columns is None else self.num_columns
+        return words_W, self.start * words, left * words, (right - left) * words, columns * words
+
+
+def checksum(values_N: Tensor) -> Tensor:
+    """Return the sum of a whole tensor, flat, as an int64 scalar on its device."""
+    return checksums([Run(values_N=values_N)])[0]
+
+
+def checksums(runs: Sequence[Run]) -> Tensor:
+    """Return the sum of each run, R of int64 on their device, without waiting for it."""
+    device = runs[0].values_N.device
+    if not has_triton(device):
+        return torch.stack([_sum(*run.words()) for run in runs])
+    from gyre.kernels.gpu.checksum import sum_runs  # imports Triton
+
+    words = [run.words() for run in runs]
+    sums_R = torch.zeros(len(runs), dtype=torch.int64, device=device)
+    for dtype in {one[0].dtype for one in words}:
+        sum_runs(
+            sums_R,
+            {at: one for at, one in enumerate(words) if one[0].dtype == dtype},
+            weights_T(device),
+        )
+    return sums_R
+
+
+def _sum(words_W: Tensor, start: int, left: int, width: int, columns: int) -> Tensor:
+    place = start, left, width, columns
     if words_W.device.type == "cpu" and not isinstance(library := _library(), Unavailable):
         return torch.tensor(library.sum_words(words_W, *place, weights_T(words_W.device)))
     return sum_words_plainly(words_W, *place)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Manifest, Segment, TensorEntry
-from gyre.kernels.checksum import as_hex
+from gyre.kernels.checksum import Run, as_hex, checksums
 from gyre.kernels.checksum import checksum as sum_of
 from gyre.weights.shards import ShardLayout
 
@@ -73,10 +73,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def segments_match(entry: TensorEntry, tensor: Tensor) -> bool:
     """Return whether a tensor has the checksum of each segment that lists one."""
     listed = [segment for segment in entry.segments if segment.checksum is not None]
-    sums = [segment_sum(entry, segment, cut(tensor, segment)) for segment in listed]
-    return all(
-        as_hex(int(total)) == segment.checksum for total, segment in zip(sums, listed, strict=True)
-    )
+    runs = [segment_run(entry, segment, cut(tensor, segment)) for segment in listed]
+    sums = checksums(runs).tolist() if runs else []
+    return all(as_hex(total) == one.checksum for total, one in zip(sums, listed, strict=True))
 
 
 def find_faults(
@@ -104,12 +103,14 @@ def find_faults(
     return faults
 
 
-def segment_sum(entry: TensorEntry, segment: Segment, values_N: Tensor) -> Tensor:
-    """Return the sum of a segment's numbers, or of the first of them, as a scalar on their
-    device."""
-    columns = 0 if segment.columns is None else entry.shape[1]
-    flat_N = values_N.contiguous()  # a column of a matrix is flat, and has a stride
-    return sum_of(flat_N, start=segment.start, columns=segment.columns, num_columns=columns)
+def segment_run(entry: TensorEntry, segment: Segment, values_N: Tensor) -> Run:
+    """Return a segment's numbers, or the first of them, as a run to be summed."""
+    return Run(
+        values_N=values_N.contiguous(),  # a column of a matrix is flat, and has a stride
+        start=segment.start,
+        columns=segment.columns,
+        num_columns=0 if segment.columns is None else entry.shape[1],
+    )
 
 
 def cut(tensor: Tensor, segment: Segment) -> Tensor:

@@ -1,9 +1,10 @@
 """Registered: the swap to a version that its publisher has registered. In: an Offer of
 RegisteredShards, the engine's own tensors. Out: a Swap.
 
-A bucket is copied over the engine's numbers while a thread reads the next ones; what comes from
-shared memory is copied from the publisher's own pages. The numbers are verified where they end up,
-on the engine's device, while further buckets come.
+A bucket is copied over the engine's numbers from where it is: the publisher's own pages of shared
+memory, or staging memory that it shares with this process. Any other is read by a thread while the
+last one is copied. The numbers are verified where they end up, on the engine's device, while
+further buckets come.
 
 `undo` takes the last version from where memory allows. Its bytes are kept on the engine's device
 where a second set of weights has room. Else the publisher's last version is read again, which it
@@ -27,26 +28,17 @@ from torch import Tensor
 from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
-from gyre.core.rounding import round_up
-from gyre.weights.boxes import views
-from gyre.weights.landed import CopiesInTurn, LandedSums, stream_for
+from gyre.weights.landed import CopyOrder, Keeper, LandedSums, stream_for
 from gyre.weights.manifest import find_faults, verify_manifest
+from gyre.weights.read_plan import BytesOf, PlannedBucket, ReadPlan
 from gyre.weights.tensor_part import TensorPart
-from gyre.weights.transports.mapped import huge_pages
+from gyre.weights.transports.contracts import PartReader
 from gyre.weights.transports.opened import OpenPart, PartOpener, verify_segment
-from gyre.weights.transports.part_layout import (
-    ALIGN_BYTES,
-    ReadBucket,
-    Wanted,
-    all_numbers,
-    dtype_of,
-    plan_reads,
-)
+from gyre.weights.transports.part_layout import ReadPiece, all_numbers, dtype_of
 
 BUCKET_BYTES = 64 << 20
 NUM_ROOMS = 3  # one is copied from, and two are read into or wait
 SPARE_BYTES = 1 << 30  # of a device, left free for everything else
-PADDING_BYTES = 4 << 20  # of what is kept: 64 for each of many thousand runs
 
 UndoFrom = Literal["device", "publisher", "host"]
 
@@ -75,27 +67,25 @@ class _VersionReader:
         parts: tuple[OpenPart, ...],
         own: Mapping[str, Tensor],
         *,
+        last_plan: object,
         bucket_bytes: int,
         held: TensorPart | None,
     ) -> None:
         self.offer, self._parts, self._own, self._held = offer, parts, own, held
         self._device = next(iter(own.values())).device
-        self.buckets = plan_reads(
-            offer.manifest.entries,
-            num_owners=len(parts),
-            bucket_bytes=bucket_bytes,
-            wanted=self._wanted,
-        )
-
-    def _wanted(self, owner: int) -> Wanted:
-        """Return what is read of an owner's part."""
-        if self._held is None or self._parts[owner].is_broadcast:
-            return all_numbers
-        return self._held.wanted
+        lent = [part.reader.lends_bytes for part in parts]
+        self._is_lent = all(lent)
+        entries, broadcast = offer.manifest.entries, [part.is_broadcast for part in parts]
+        bucket_bytes = min([bucket_bytes, *lent]) if self._is_lent else bucket_bytes
+        layout: dict[str, Any] = {"broadcast": broadcast, "bucket_bytes": bucket_bytes}
+        if isinstance(last_plan, ReadPlan) and last_plan.fits(entries, own, **layout):
+            self.plan = last_plan
+        else:
+            self.plan = ReadPlan(entries, own, held=held, **layout)
 
     @property
     def size_bytes(self) -> int:
-        return sum(bucket.stop - bucket.start for bucket in self.buckets)
+        return sum(bucket.read.size_bytes for bucket in self.plan.buckets)
 
     @property
     def transport(self) -> str:
@@ -109,8 +99,8 @@ class _VersionReader:
 
     def verify_bytes(self) -> None:
         """Verify the segments of shared memory that numbers are read of."""
-        for owner, part in enumerate(self._parts):
-            wanted = self._wanted(owner)
+        for part in self._parts:
+            wanted = all_numbers if self._held is None or part.is_broadcast else self._held.wanted
             for placed in part.placed:
                 if not any(True for _ in wanted(placed)):
                     continue
@@ -121,22 +111,20 @@ class _VersionReader:
         self._check()
 
     @torch.no_grad()
-    def copy_over(self, before_write: Callable[[list[Tensor]], None]) -> None:
-        """Overwrite every number and verify them; tensor ranks do so together, later.
-        `before_write` gets views of what each bucket is about to overwrite."""
-        sums, turns = LandedSums(), CopiesInTurn(self._device)
-        for bucket, bytes_N in self._read_ahead():
-            homes, values = self._pairs(bucket, bytes_N)
-            if not homes:
+    def copy_over(self, keeper: Keeper | None) -> None:
+        """Overwrite every number and verify them; tensor ranks do so together, later. `keeper`
+        keeps what is overwritten."""
+        sums, order = LandedSums(), CopyOrder(self._device)
+        if keeper is not None:
+            order.keep(keeper)
+        for bucket, bytes_of in self._read_buckets():
+            if not bucket.homes:
                 continue  # of columns of other ranks
-            turns.next(
-                keep=partial(before_write, homes),
-                copy=partial(torch._foreach_copy_, homes, values, non_blocking=True),
-                sum_up=partial(sums.add, bucket.pieces, self._own)
-                if self._held is None
-                else nothing,
-            )
-        turns.finish()
+            values = bucket.values_of(bytes_of, self._device)
+            order.copy(bucket.names, bucket.homes, values)
+            if self._held is None:
+                order.sum_up(partial(sums.add, bucket.read.pieces, self._own))
+        order.finish()
         self._check()
         if self._held is None:
             verify_manifest(self.offer.manifest, self._own, matches=sums.match)
@@ -145,74 +133,53 @@ class _VersionReader:
         for part in self._parts:
             part.reader.check()
 
-    def _pairs(self, bucket: ReadBucket, bytes_N: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of the engine's numbers, and what belongs there, shaped alike."""
-        homes, values, held = [], [], self._held
-        if held is not None and any(held.cuts_columns(piece.placed) for piece in bucket.pieces):
-            # between devices whole rows are copied; columns are cut where they arrive
-            bytes_N = bytes_N.to(self._device, non_blocking=True)
-        for piece in bucket.pieces:
-            entry = piece.placed.entry
-            values_N = bytes_N[piece.start : piece.stop].view(dtype_of(entry))
-            if held is not None:
-                for home, value in held.views(
-                    entry.name, self._own[entry.name], piece.run, values_N
-                ):
-                    homes.append(home)
-                    values.append(value)
-                continue
-            for home in views(self._own[entry.name], piece.run):
-                homes.append(home)
-                values.append(values_N[: home.numel()].view(home.shape))
-                values_N = values_N[home.numel() :]
-        return homes, values
-
-    def _read_ahead(self) -> Iterator[tuple[ReadBucket, Tensor]]:
-        """Yield each bucket with its bytes, valid until the next one is asked for."""
+    def _read_buckets(self) -> Iterator[tuple[PlannedBucket, BytesOf]]:
+        """Yield each bucket with what returns the bytes of its pieces, valid until the next one is
+        asked for."""
         if self.is_mapped:
-            for bucket in self.buckets:
-                bytes_N = self._parts[bucket.owner].reader.view(bucket.start, bucket.stop)
-                assert bytes_N is not None
-                yield bucket, bytes_N
+            for bucket in self.plan.buckets:
+                yield bucket, partial(_mapped_bytes, self._parts[bucket.read.owner].reader)
             return
-        longest = max((one.stop - one.start for one in self.buckets), default=0)
+        for bucket, bytes_N in self._lend() if self._is_lent else self._read_ahead():
+            yield bucket, partial(_bytes_within, bytes_N)
+
+    def _lend(self) -> Iterator[tuple[PlannedBucket, Tensor]]:
+        """Yield each bucket as its reader lends it."""
+        for bucket in self.plan.buckets:
+            reader = self._parts[bucket.read.owner].reader
+            yield bucket, reader.lend(bucket.read.stretches, next_stretches=bucket.following)
+
+    def _read_ahead(self) -> Iterator[tuple[PlannedBucket, Tensor]]:
+        """Yield each bucket as a thread has read it."""
+        buckets = self.plan.buckets
+        longest = max((one.read.size_bytes for one in buckets), default=0)
         rooms, stream = self._make_rooms(longest), self._reading_stream()
-        next_reads = self._next_reads()
         copied: list[Any] = [None] * NUM_ROOMS  # event: the room may be read into again
 
         def read(number: int) -> Tensor:
-            bucket, room = self.buckets[number], number % NUM_ROOMS
-            part = self._parts[bucket.owner]
-            bytes_N = rooms[part.on_device][room][: bucket.stop - bucket.start]
+            bucket, room = buckets[number], number % NUM_ROOMS
+            part = self._parts[bucket.read.owner]
+            bytes_N = rooms[part.on_device][room][: bucket.read.size_bytes]
             if copied[room] is not None:
                 copied[room].synchronize()
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                part.reader.read(bucket.start, bytes_N, next_read=next_reads[number])
+                part.reader.read(bucket.read.stretches, bytes_N, next_stretches=bucket.following)
             return bytes_N
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-parts") as reading:
-            numbers = range(len(self.buckets))
+            numbers = range(len(buckets))
             ahead = deque(reading.submit(read, number) for number in numbers[:NUM_ROOMS])
             try:
                 for number in numbers:
-                    yield self.buckets[number], ahead.popleft().result()  # a read has a deadline
+                    yield buckets[number], ahead.popleft().result()  # a read has a deadline
                     if stream is not None:
                         copying = torch.cuda.current_stream(self._device)
                         copied[number % NUM_ROOMS] = copying.record_event()
-                    if number + NUM_ROOMS < len(self.buckets):
+                    if number + NUM_ROOMS < len(buckets):
                         ahead.append(reading.submit(read, number + NUM_ROOMS))
             finally:
                 for waiting in ahead:  # after an error none of them is begun
                     waiting.cancel()
-
-    def _next_reads(self) -> list[tuple[int, int] | None]:
-        """Return for each bucket the start and the bytes of the next one of its owner."""
-        found: list[tuple[int, int] | None] = []
-        later: dict[int, tuple[int, int]] = {}  # by owner
-        for bucket in reversed(self.buckets):
-            found.append(later.get(bucket.owner))
-            later[bucket.owner] = bucket.start, bucket.stop - bucket.start
-        return found[::-1]
 
     def _reading_stream(self) -> Any:
         """Return the stream that buckets are read on, behind what uses the rooms' memory now; None
@@ -237,41 +204,14 @@ class _VersionReader:
         return rooms
 
 
-def nothing() -> None: ...
+def _mapped_bytes(reader: PartReader, piece: ReadPiece) -> Tensor:
+    bytes_N = reader.view(piece.at, piece.end)
+    assert bytes_N is not None
+    return bytes_N
 
 
-class _Keeper:
-    """The bytes that a swap overwrites, a bucket at a time, in one piece of memory: a device needs
-    longer for many allocations than for the copies."""
-
-    def __init__(self, device: torch.device, size_bytes: int) -> None:
-        """Take room for tensors of so many bytes."""
-        self._device = device
-        self._room_N = self._take(size_bytes + PADDING_BYTES)
-        self._homes: list[Tensor] = []
-        self._kept: list[Tensor] = []
-
-    def keep(self, homes: list[Tensor]) -> None:
-        kept = [self._place(home) for home in homes]
-        torch._foreach_copy_(kept, homes)
-        self._homes += homes
-        self._kept += kept
-
-    def _place(self, home: Tensor) -> Tensor:
-        taken = round_up(home.nbytes, ALIGN_BYTES)
-        if taken > len(self._room_N):  # of more runs than the padding is for
-            self._room_N = self._take(max(taken, PADDING_BYTES))
-        placed_N, self._room_N = self._room_N[: home.nbytes], self._room_N[taken:]
-        return placed_N.view(home.dtype).view(home.shape)
-
-    def _take(self, size_bytes: int) -> Tensor:
-        if self._device.type == "cpu":
-            return huge_pages(size_bytes)
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-
-    def put_back(self) -> None:
-        if self._homes:
-            torch._foreach_copy_(self._homes, self._kept)
+def _bytes_within(bytes_N: Tensor, piece: ReadPiece) -> Tensor:
+    return bytes_N[piece.start : piece.stop]
 
 
 class ReadOver:
@@ -297,7 +237,7 @@ class ReadOver:
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
         self._device = next(iter(own.values())).device
         # where the last version is: in memory, or to be read again
-        self._keeper: _Keeper | None = None
+        self._keeper: Keeper | None = None
         self._last: _VersionReader | None = None
         self._has_run = False
         self._stack = ExitStack()
@@ -318,14 +258,14 @@ class ReadOver:
         undo_from = choose(has_last=self._last is not None)
         if undo_from != "publisher":
             keep_on = self._device if undo_from == "device" else torch.device("cpu")
-            self._keeper = _Keeper(keep_on, size_bytes)
-        self._next.copy_over(self._keep)
+            self._keeper = Keeper(self._own, keep_on)
+        self._next.copy_over(self._keeper)
         self._has_run = True
         self._emit(
             "weights.read",
             version=self._next.offer.version,
             size_bytes=self._next.size_bytes,
-            buckets=len(self._next.buckets),
+            buckets=len(self._next.plan.buckets),
             undo_from=undo_from,
             transport=self._next.transport,
         )
@@ -337,7 +277,7 @@ class ReadOver:
     @torch.no_grad()
     def undo(self) -> None:
         if self._last is not None:
-            self._last.copy_over(lambda homes: None)
+            self._last.copy_over(None)
         elif self._keeper is not None:
             self._keeper.put_back()
         self._has_run = False
@@ -349,10 +289,6 @@ class ReadOver:
         self._forget()
         self._stack.close()
 
-    def _keep(self, homes: list[Tensor]) -> None:
-        if self._keeper is not None:
-            self._keeper.keep(homes)
-
     def _forget(self) -> None:
         kept_any = self._keeper is not None
         self._keeper = self._last = None
@@ -361,9 +297,16 @@ class ReadOver:
 
     def _open(self, offer: Offer, stack: ExitStack, *, from_slots: bool = False) -> _VersionReader:
         found = stack.enter_context(self._opener.open_parts(offer, from_slots=from_slots))
-        return _VersionReader(
-            offer, found, self._own, bucket_bytes=self._bucket_bytes, held=self._held
+        reader = _VersionReader(
+            offer,
+            found,
+            self._own,
+            last_plan=self._opener.plan,
+            bucket_bytes=self._bucket_bytes,
+            held=self._held,
         )
+        self._opener.plan = reader.plan
+        return reader
 
     def _open_last(self) -> _VersionReader | None:
         """Open the version that the engine has to the bit, if its publisher has it still. A tensor

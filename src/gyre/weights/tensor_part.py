@@ -7,14 +7,14 @@ sums of all ranks' boxes add up to a tensor's. So each number is verified where 
 rank needs a whole tensor.
 """
 
-# N numbers of a run, S ranks, B boxes
+# N numbers of a run, B boxes of all ranks or of one, E tensors
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from gyre.core.errors import GyreError, InputError
 from gyre.core.records import Manifest, Segment
 from gyre.distributed.layout import BoxRun, ModelLayout
 from gyre.distributed.process_group import RankGroup
-from gyre.kernels.checksum import ALL_BITS
+from gyre.kernels.checksum import ALL_BITS, checksums
 from gyre.weights.boxes import common_views, local_source
-from gyre.weights.manifest import refuse_faults, segment_sum
+from gyre.weights.manifest import refuse_faults, segment_run
 from gyre.weights.shards import Shape
 from gyre.weights.tensor_source import TensorSource
 from gyre.weights.transports.part_layout import PlacedSegment
@@ -37,6 +37,11 @@ class TensorPart:
 
     table: ModelLayout
     group: RankGroup
+    # what was found before: runs by rank and tensor; boxes by the tensors of a version
+    _known: dict[tuple[int, str], tuple[tuple[BoxRun, int, int], ...]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _found: dict[tuple[str, ...], _Boxes] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -74,23 +79,20 @@ class TensorPart:
     def verify(self, manifest: Manifest, own: Mapping[str, Tensor]) -> None:
         """Raise SnapshotError on every rank unless the ranks' tensors are the version. All ranks
         call it at the same point."""
-        sums_SB = self._share_sums(self._sums(manifest, own))
-        found: list[dict[tuple[str, BoxRun], int]] = [
-            dict(zip(self._places(manifest, rank), sums_B, strict=False))
-            for rank, sums_B in enumerate(sums_SB)
-        ]
+        boxes = self._boxes(tuple(entry.name for entry in manifest.entries))
+        sums_B = self._share_sums(self._sums(manifest, own), boxes.counts)
+        totals_E = torch.zeros(len(manifest.entries), dtype=torch.int64)
+        totals_E.index_add_(0, boxes.tensor_B[boxes.owned_B], sums_B[boxes.owned_B])
+        differs = set(boxes.tensor_B[sums_B != sums_B[boxes.owner_B]].tolist())
         faults = []
-        for entry in manifest.entries:
+        for number, (entry, total) in enumerate(
+            zip(manifest.entries, totals_E.tolist(), strict=True)
+        ):
             checksums = [one.checksum for one in entry.segments if one.checksum is not None]
             if len(checksums) < len(entry.segments):
                 continue  # without checksums shapes alone are verified
-            total, differs = 0, False
-            for rank, sums in enumerate(found):
-                for run, _, owner in self._runs(rank, entry.name):
-                    place = entry.name, run
-                    total += sums[place] if owner == rank else 0
-                    differs |= sums[place] != found[owner][place]
-            if differs or (total - sum(int(one, 16) for one in checksums)) & ALL_BITS:
+            expected = sum(int(one, 16) for one in checksums)
+            if number in differs or (total - expected) & ALL_BITS:
                 faults.append(f"{entry.name} does not match its checksum")
         refuse_faults(manifest, faults)
 
@@ -116,33 +118,62 @@ class TensorPart:
     def _columns(self, name: str) -> int:
         return math.prod(self.table.shapes[name][1:])
 
-    def _runs(self, rank: int, name: str) -> Iterator[tuple[BoxRun, int, int]]:
-        count = math.prod(self.table.local_shapes[name])
-        return self.table.runs(rank, name, 0, count)
+    def _runs(self, rank: int, name: str) -> Sequence[tuple[BoxRun, int, int]]:
+        """Return (run of the whole tensor, first local number, owner) of each of a rank's boxes."""
+        if (rank, name) not in self._known:
+            count = math.prod(self.table.local_shapes[name])
+            self._known[rank, name] = tuple(self.table.runs(rank, name, 0, count))
+        return self._known[rank, name]
 
-    def _places(self, manifest: Manifest, rank: int) -> list[tuple[str, BoxRun]]:
-        return [
-            (entry.name, run)
-            for entry in manifest.entries
-            for run, _, _ in self._runs(rank, entry.name)
+    def _boxes(self, names: tuple[str, ...]) -> _Boxes:
+        """Return the boxes of these tensors on all ranks, which are the same for each version."""
+        if names not in self._found:
+            self._found.clear()
+            self._found[names] = self._find_boxes(names)
+        return self._found[names]
+
+    def _find_boxes(self, names: tuple[str, ...]) -> _Boxes:
+        places = [
+            (rank, owner, number, run)
+            for rank in range(self.group.size)
+            for number, name in enumerate(names)
+            for run, _, owner in self._runs(rank, name)
         ]
+        at = {(rank, number, run): place for place, (rank, _, number, run) in enumerate(places)}
+        return _Boxes(
+            counts=[sum(one[0] == rank for one in places) for rank in range(self.group.size)],
+            tensor_B=torch.tensor([number for _, _, number, _ in places], dtype=torch.int64),
+            owned_B=torch.tensor([rank == owner for rank, owner, _, _ in places]),
+            owner_B=torch.tensor([at[owner, number, run] for _, owner, number, run in places]),
+        )
 
     def _sums(self, manifest: Manifest, own: Mapping[str, Tensor]) -> Tensor:
         """Return the sum of each of this rank's boxes, in the order of `_places`."""
-        sums = []
+        runs = []
         for entry in manifest.entries:
             flat_N = own[entry.name].view(-1)
             for run, at, _ in self._runs(self.group.rank, entry.name):
                 segment = Segment(start=run.start, stop=run.stop, columns=run.columns)
                 values_N = flat_N[at : at + run.stop - run.start]
-                sums.append(segment_sum(entry, segment, values_N))
-        return torch.stack(sums)
+                runs.append(segment_run(entry, segment, values_N))
+        return checksums(runs)
 
-    def _share_sums(self, sums_B: Tensor) -> list[list[int]]:
-        """Gather the ranks' sums, of which some have fewer."""
-        longest = max(self.group.share(len(sums_B)))
+    def _share_sums(self, sums_B: Tensor, counts: Sequence[int]) -> Tensor:
+        """Gather the ranks' sums, of which some have fewer, to the host."""
+        longest = max(counts)
         padded_B = torch.zeros(longest, dtype=torch.int64, device=self.group.device)
         padded_B[: len(sums_B)] = sums_B
         joined_B = padded_B.new_empty(self.group.size * longest)
         self.group.all_gather(joined_B, padded_B)
-        return joined_B.view(self.group.size, longest).tolist()
+        by_rank = joined_B.cpu().view(self.group.size, longest)
+        return torch.cat([row_B[:count] for row_B, count in zip(by_rank, counts, strict=True)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Boxes:
+    """The boxes of all ranks, rank by rank, in the order of their sums."""
+
+    counts: list[int]  # by rank
+    tensor_B: Tensor  # the tensor's number
+    owned_B: Tensor  # whether its rank is its owner
+    owner_B: Tensor  # where its owner's sum is

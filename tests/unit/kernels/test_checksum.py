@@ -11,7 +11,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gyre.kernels import checksum as module
-from gyre.kernels.checksum import ALL_BITS, BLOCK_WORDS, checksum, sum_words_plainly, weights_T
+from gyre.kernels.checksum import (
+    ALL_BITS,
+    BLOCK_WORDS,
+    Run,
+    checksum,
+    checksums,
+    sum_words_plainly,
+    weights_T,
+)
 from gyre.kernels.cpu.build import INSTRUCTION_SETS, Unavailable
 from gyre.kernels.cpu.library import ANY_PROCESSOR, load_checksum
 
@@ -58,7 +66,7 @@ def test_the_sum_is_the_definition(dtype, view):
     words = [word & mask for word in values_N.view(view).tolist()]
     assert int(checksum(values_N)) & ALL_BITS == by_hand(words)
     start = 900  # numbers
-    shifted = int(checksum(values_N, start=start)) & ALL_BITS
+    shifted = int(checksums([Run(values_N=values_N, start=start)])) & ALL_BITS
     assert shifted == by_hand(words, start * dtype.itemsize // view.itemsize)
 
 
@@ -87,9 +95,10 @@ def test_c_and_torch_agree(name, size_bytes, count, start, left, width, beside):
 
 def test_without_a_compiler_the_sum_is_the_same(monkeypatch):
     values_N = numbers(300_000, torch.bfloat16)  # two pieces
-    expected = checksum(values_N, start=7)
+    run = Run(values_N=values_N, start=7)
+    expected = checksums([run])
     monkeypatch.setattr(module, "_library", lambda: Unavailable(reason="no compiler"))
-    assert torch.equal(checksum(values_N, start=7), expected)
+    assert torch.equal(checksums([run]), expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -109,11 +118,13 @@ def test_the_sums_of_any_cut_add_up_to_the_tensors(dtype, rows, columns, cuts, b
         ends = sorted({0, len(band_N), *(round(cut * len(band_N)) for cut in cuts)})
         for start, stop in itertools.pairwise(ends):
             given_columns = None if (left, right) == (0, columns) else (left, right)
-            total += int(
-                checksum(
-                    band_N[start:stop], start=start, columns=given_columns, num_columns=columns
-                )
+            run = Run(
+                values_N=band_N[start:stop],
+                start=start,
+                columns=given_columns,
+                num_columns=columns,
             )
+            total += int(checksums([run]))
     assert total & ALL_BITS == int(checksum(whole_RC.view(-1))) & ALL_BITS
 
 

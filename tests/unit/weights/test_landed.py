@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.models.layout import model_layout
-from gyre.weights.landed import CopiesInTurn, LandedSums
+from gyre.weights.landed import CopyOrder, Keeper, LandedSums
 from gyre.weights.manifest import find_faults
 from gyre.weights.shards import row_layout
 from gyre.weights.transports.part_layout import plan_reads
@@ -59,14 +59,26 @@ def test_only_the_tensor_with_a_wrong_number_is_found(
     assert faults() == [f"{name} does not match its checksum"]
 
 
-def test_a_bucket_is_kept_then_copied_then_summed():
-    done = []
-    turns = CopiesInTurn(torch.device("cpu"))
-    for bucket in range(3):
-        turns.next(
-            keep=lambda bucket=bucket: done.append(("keep", bucket)),
-            copy=lambda bucket=bucket: done.append(("copy", bucket)),
-            sum_up=lambda bucket=bucket: done.append(("sum", bucket)),
-        )
-    turns.finish()
-    assert done == [(what, bucket) for bucket in range(3) for what in ("keep", "copy", "sum")]
+def test_a_bucket_is_summed_when_it_has_landed():
+    own, seen = {"a": torch.zeros(4), "b": torch.zeros(2)}, []
+    order = CopyOrder(torch.device("cpu"))
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        order.copy([name], [own[name]], [torch.full_like(own[name], value)])
+        order.sum_up(lambda: seen.append([one.sum().item() for one in own.values()]))
+    order.finish()
+    assert seen == [[4.0, 0.0], [4.0, 4.0]]
+
+
+def test_what_was_kept_is_put_back_and_nothing_else(monkeypatch):
+    """An error may come when some tensors are kept, and before any is overwritten."""
+    monkeypatch.setattr("gyre.weights.landed.KEPT_BYTES", 24)  # two tensors at once
+    own = {name: torch.full((3,), float(number)) for number, name in enumerate("abcde")}
+    before = {name: tensor.clone() for name, tensor in own.items()}
+    keeper = Keeper(own, torch.device("cpu"))
+    keeping = keeper.keep()
+    assert [next(keeping), next(keeping)] == [["a", "b"], ["c", "d"]]
+    for name in "abcd":
+        own[name].fill_(-1)
+    keeper.put_back()
+    assert all(torch.equal(own[name], before[name]) for name in own)
+    assert list(keeping) == [["e"]]

@@ -21,11 +21,11 @@ from gyre.distributed.config import ParallelConfig
 from gyre.distributed.layout import BoxRun, find_gap
 from gyre.distributed.mesh import Splitter, shard_size
 from gyre.distributed.process_group import RankGroup, alone
-from gyre.kernels.checksum import as_hex
+from gyre.kernels.checksum import as_hex, checksums
 from gyre.models.layout import model_layout
 from gyre.weights.boxes import views
 from gyre.weights.gather import ShardSource, TensorRun, homes_of
-from gyre.weights.manifest import find_faults, segment_sum, shard_entries
+from gyre.weights.manifest import find_faults, segment_run, shard_entries
 from gyre.weights.shards import (
     ALIGN,
     ShardLayout,
@@ -302,7 +302,7 @@ def test_a_manifest_names_the_box_and_owner_of_every_number(num_tensor_ranks, nu
             assert torch.equal(
                 torch.cat([view.reshape(-1) for view in views(whole[entry.name], run)]), values_N
             )
-            total = int(segment_sum(entry, segment, values_N))
+            total = int(checksums([segment_run(entry, segment, values_N)]))
             segments.append(replace(segment, checksum=as_hex(total)))
         summed.append(replace(entry, segments=tuple(segments)))
     manifest = Manifest(version=1, entries=tuple(summed), shared=False)

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gyre.core.offers import RegisteredPart
-from gyre.weights.transports.part_layout import PlacedSegment
+from gyre.weights.transports.part_layout import PlacedSegment, Stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,10 +68,28 @@ class PartReader(Protocol):
         read."""
         ...
 
-    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
-        """Fill `out_N` from byte `start` on; they are there when this returns. `next_read`: start
-        and bytes of the next read, which the publisher may prepare meanwhile. SnapshotError once
-        the version is gone, DeadlineError when no byte comes in time."""
+    def read(
+        self,
+        stretches: Sequence[Stretch],
+        out_N: Tensor,
+        *,
+        next_stretches: Sequence[Stretch] = (),
+    ) -> None:
+        """Fill the stretches' places in `out_N`; the bytes are there when this returns.
+        `next_stretches`: of the next read, which the publisher may prepare meanwhile. SnapshotError
+        once the version is gone, DeadlineError when no byte comes in time."""
+        ...
+
+    @property
+    def lends_bytes(self) -> int:
+        """Return the size of the largest bucket that it lends; 0 where it lends none."""
+        ...
+
+    def lend(
+        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+    ) -> Tensor:
+        """Return a bucket in memory of the reader's own, valid for what the current stream is given
+        before the next call. Errors as of `read`."""
         ...
 
     def check(self) -> None:
@@ -81,3 +99,14 @@ class PartReader(Protocol):
     def close(self) -> None:
         """End all use, views among it."""
         ...
+
+
+class LendsNothing:
+    """The half of a PartReader that copies what it reads."""
+
+    lends_bytes = 0
+
+    def lend(
+        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+    ) -> Tensor:
+        raise AssertionError("it lends no bytes")

@@ -22,9 +22,9 @@ from gyre.core.errors import GyreError, SnapshotError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.core.records import Manifest, TensorEntry
-from gyre.kernels.checksum import as_hex
+from gyre.kernels.checksum import as_hex, checksums
 from gyre.weights.boxes import views
-from gyre.weights.manifest import segment_sum
+from gyre.weights.manifest import segment_run
 from gyre.weights.transports.addresses import (
     CUDA_IPC,
     GROUP_SCHEMES,
@@ -41,7 +41,13 @@ from gyre.weights.transports.device.cuda_ipc import Staging, open_cuda
 from gyre.weights.transports.device.group_part import GroupPart, JoinedGroups
 from gyre.weights.transports.device.slot_behind import SlotBehind
 from gyre.weights.transports.device.staged_part import StagedPart
-from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
+from gyre.weights.transports.part_layout import (
+    PlacedSegment,
+    Stretch,
+    dtype_of,
+    part_bytes,
+    place_part,
+)
 from gyre.weights.transports.slots import MappedSlot, SharedMemoryPart
 from gyre.weights.transports.tcp_reader import TcpPart
 
@@ -99,6 +105,7 @@ class PartOpener:
         self._slots: dict[str, MappedSlot] = {}
         self._groups: JoinedGroups | None = None
         self.last: Offer | None = None  # that an engine has taken
+        self.plan: object = None  # of the last swap; the next one may use it again
 
     @property
     def _reading(self) -> Reading:
@@ -130,6 +137,7 @@ class PartOpener:
 
     def close(self) -> None:
         """Keep nothing mapped, once the parts that are open are closed."""
+        self.plan = None
         for slot in self._slots.values():
             slot.retire()
         self._slots.clear()
@@ -276,7 +284,7 @@ class OpenTensors(Mapping[str, Tensor]):
         bytes_N = reader.view(placed.start, placed.stop)
         if bytes_N is None:
             bytes_N = torch.empty(placed.stop - placed.start, dtype=torch.uint8)
-            reader.read(placed.start, bytes_N)
+            reader.read([Stretch(start=placed.start, stop=placed.stop, at=0)], bytes_N)
         values_N = bytes_N.view(dtype_of(placed.entry))
         verify_segment(self._manifest, placed.entry, placed, values_N)
         return values_N
@@ -287,7 +295,7 @@ def verify_segment(
 ) -> None:
     """Raise SnapshotError unless a segment's numbers have its checksum."""
     segment = placed.segment
-    found = as_hex(int(segment_sum(entry, segment, values_N)))
+    found = as_hex(int(checksums([segment_run(entry, segment, values_N)])))
     if found != segment.checksum:
         raise SnapshotError(
             f"{entry.name} of version {manifest.version}: numbers {segment.start} to "

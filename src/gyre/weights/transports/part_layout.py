@@ -7,7 +7,7 @@ A part has the owner's segments in the manifest's order, each at the next multip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
@@ -17,7 +17,7 @@ from gyre.core.rounding import round_up
 from gyre.distributed.layout import BoxRun
 
 ALIGN_BYTES = 64
-GAP_BYTES = 64 << 10  # that nobody wants, and that are read rather than asked for around
+GAP_BYTES = 64 << 10  # that nobody wants, and that are read rather than left out
 # [start, stop) of a segment's numbers that a receiver wants, in order
 Wanted = Callable[["PlacedSegment"], Iterable[tuple[int, int]]]
 
@@ -65,23 +65,76 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive bytes of a part, and their place in a bucket: both begin at lines of 64 bytes."""
+
+    start: int  # byte of the part
+    stop: int
+    at: int  # byte of the bucket
+
+    @property
+    def end(self) -> int:
+        """Return the byte of the bucket behind it."""
+        return self.at + self.stop - self.start
+
+
+def bucket_size(stretches: Sequence[Stretch]) -> int:
+    """Return the bytes of a bucket with these stretches."""
+    return stretches[-1].end if stretches else 0
+
+
+def cut_stretches(
+    stretches: Sequence[Stretch], most_bytes: int
+) -> list[tuple[int, tuple[Stretch, ...]]]:
+    """Cut a bucket into smaller ones of at most `most_bytes`, a multiple of 64. Each comes with the
+    byte of the whole bucket where it begins."""
+    assert most_bytes > 0 and most_bytes % ALIGN_BYTES == 0
+    cuts: list[tuple[int, tuple[Stretch, ...]]] = []
+    base, held = 0, list[Stretch]()
+    for one in stretches:
+        at = one.at
+        while at < one.end:
+            if held and at >= base + most_bytes:
+                cuts.append((base, tuple(held)))
+                held = []
+            if not held:
+                base = at
+            end = min(one.end, base + most_bytes)
+            first = one.start + at - one.at
+            held.append(Stretch(start=first, stop=first + end - at, at=at - base))
+            at = end
+    if held:
+        cuts.append((base, tuple(held)))
+    return cuts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPiece:
     """Numbers of a segment that a bucket has."""
 
     placed: PlacedSegment
     run: BoxRun  # of the whole tensor, within the segment
+    at: int  # byte of the part
     start: int  # byte of the bucket
     stop: int
+
+    @property
+    def end(self) -> int:
+        """Return the byte of the part behind it."""
+        return self.at + self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBucket:
-    """Bytes of one part that are read at once."""
+    """Stretches of one part that are read at once."""
 
     owner: int
-    start: int  # byte of the part
-    stop: int
+    stretches: tuple[Stretch, ...]
     pieces: tuple[ReadPiece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return bucket_size(self.stretches)
 
 
 def all_numbers(placed: PlacedSegment) -> Iterable[tuple[int, int]]:
@@ -95,8 +148,9 @@ def plan_reads(
     bucket_bytes: int,
     wanted: Callable[[int], Wanted] = lambda owner: all_numbers,
 ) -> tuple[ReadBucket, ...]:
-    """Plan to read every wanted number once, in buckets of at most `bucket_bytes`. Owners take
-    turns, so that no one's link waits for another's. `wanted` is asked for each owner's part."""
+    """Plan to read every wanted number once, in buckets of at most `bucket_bytes`. What nobody
+    wants is left out of a bucket. Owners take turns, so that no one's link waits for another's.
+    `wanted` is asked for each owner's part."""
     assert bucket_bytes >= ALIGN_BYTES
     plans = [_plan_part(entries, owner, bucket_bytes, wanted(owner)) for owner in range(num_owners)]
     turns = zip_longest(*plans)
@@ -107,28 +161,60 @@ def _plan_part(
     entries: Sequence[TensorEntry], owner: int, bucket_bytes: int, wanted: Wanted
 ) -> Iterator[ReadBucket]:
     """Cut a part at lines of 64 bytes, which are whole numbers of any dtype."""
-    pieces: list[ReadPiece] = []
-    base = end = last = 0  # bytes of the part: of the bucket, and where its last piece ends
-    for placed, at, run_end in _stretches(entries, owner, wanted):
-        size_bytes = dtype_of(placed.entry).itemsize
+    limit = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
+    filling = _Filling(owner)
+    for placed, at, run_end in _wanted_bytes(entries, owner, wanted):
         while at < run_end:
-            if pieces and (at >= end or at > last + GAP_BYTES):
-                yield _close(owner, base, pieces)
-                pieces = []
-            if not pieces:
-                base = at // ALIGN_BYTES * ALIGN_BYTES
-                end = base + bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
-            last = min(run_end, end)
-            first = placed.segment.start + (at - placed.start) // size_bytes
-            count = (last - at) // size_bytes
-            run = BoxRun(start=first, stop=first + count, columns=placed.segment.columns)
-            pieces.append(ReadPiece(placed=placed, run=run, start=at - base, stop=last - base))
-            at = last
-    if pieces:
-        yield _close(owner, base, pieces)
+            start = filling.place(at)
+            if start >= limit:
+                yield filling.close()
+                filling = _Filling(owner)
+                continue
+            end = min(run_end, at + limit - start)
+            filling.add(placed, at, end, start)
+            at = end
+    if filling.pieces:
+        yield filling.close()
 
 
-def _stretches(
+class _Filling:
+    """A bucket while it is planned."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+        self.pieces: list[ReadPiece] = []
+        self._stretches: list[Stretch] = []
+
+    def place(self, at: int) -> int:
+        """Return the byte of the bucket where the part's byte `at` would be."""
+        if not self._stretches:
+            return at % ALIGN_BYTES
+        last = self._stretches[-1]
+        if at <= last.stop + GAP_BYTES:
+            return last.at + at - last.start
+        return round_up(last.end, ALIGN_BYTES) + at % ALIGN_BYTES
+
+    def add(self, placed: PlacedSegment, at: int, end: int, start: int) -> None:
+        """Add the part's bytes [at, end) at the byte `start` of the bucket."""
+        size_bytes = dtype_of(placed.entry).itemsize
+        first = placed.segment.start + (at - placed.start) // size_bytes
+        count = (end - at) // size_bytes
+        run = BoxRun(start=first, stop=first + count, columns=placed.segment.columns)
+        stop = start + end - at
+        self.pieces.append(ReadPiece(placed=placed, run=run, at=at, start=start, stop=stop))
+        if self._stretches and start - at == self._stretches[-1].at - self._stretches[-1].start:
+            self._stretches[-1] = replace(self._stretches[-1], stop=end)
+            return
+        before = at % ALIGN_BYTES
+        self._stretches.append(Stretch(start=at - before, stop=end, at=start - before))
+
+    def close(self) -> ReadBucket:
+        return ReadBucket(
+            owner=self._owner, stretches=tuple(self._stretches), pieces=tuple(self.pieces)
+        )
+
+
+def _wanted_bytes(
     entries: Sequence[TensorEntry], owner: int, wanted: Wanted
 ) -> Iterator[tuple[PlacedSegment, int, int]]:
     """Yield (segment, first byte, end) of each wanted stretch of a part."""
@@ -137,7 +223,3 @@ def _stretches(
         for low, high in wanted(placed):
             base = placed.start - placed.segment.start * size_bytes
             yield placed, base + low * size_bytes, base + high * size_bytes
-
-
-def _close(owner: int, base: int, pieces: list[ReadPiece]) -> ReadBucket:
-    return ReadBucket(owner=owner, start=base, stop=base + pieces[-1].stop, pieces=tuple(pieces))

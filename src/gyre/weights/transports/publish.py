@@ -27,10 +27,10 @@ from gyre.core.offers import (
 )
 from gyre.core.records import Manifest, Segment, TensorEntry
 from gyre.distributed.layout import BoxRun, find_gap
-from gyre.kernels.checksum import as_hex
+from gyre.kernels.checksum import as_hex, checksums
 from gyre.observability.spans import ActivityClock
 from gyre.weights.gather import ShardSource
-from gyre.weights.manifest import dtype_name, segment_sum
+from gyre.weights.manifest import dtype_name, segment_run
 from gyre.weights.transports.contracts import LivePublisher, OpenSlot, PartStore
 from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
 
@@ -267,7 +267,7 @@ def _sum(placed: PlacedSegment, run_N: Tensor, home_N: Tensor | None = None) -> 
             if out_N is not None:
                 out_N.copy_(summed_N, non_blocking=True)
         part = replace(placed.segment, start=placed.segment.start + first)
-        total += segment_sum(placed.entry, part, summed_N)
+        total += checksums([segment_run(placed.entry, part, summed_N)])[0]
     return total
 
 

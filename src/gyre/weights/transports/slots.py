@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from gyre.core.errors import InputError
+from gyre.weights.transports.contracts import LendsNothing
 from gyre.weights.transports.mapped import MappedFile
+from gyre.weights.transports.part_layout import Stretch
 from gyre.weights.transports.slot_header import (
     HEADER_BYTES,
     SlotHeader,
@@ -115,7 +118,7 @@ class MappedSlot:
             self.file.close()
 
 
-class SharedMemoryPart:
+class SharedMemoryPart(LendsNothing):
     """A PartReader over the publisher's own pages."""
 
     def __init__(self, slot: MappedSlot, *, epoch: int, version: int, size_bytes: int) -> None:
@@ -127,8 +130,15 @@ class SharedMemoryPart:
     def view(self, start: int, stop: int) -> Tensor:
         return self._slot.view(start, stop)
 
-    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
-        out_N.copy_(self.view(start, start + len(out_N)))
+    def read(
+        self,
+        stretches: Sequence[Stretch],
+        out_N: Tensor,
+        *,
+        next_stretches: Sequence[Stretch] = (),
+    ) -> None:
+        for one in stretches:
+            out_N[one.at : one.end].copy_(self.view(one.start, one.stop))
         self.check()
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
@@ -16,8 +17,15 @@ from typing import Any, cast
 from torch import Tensor
 
 from gyre.core.errors import InputError, SnapshotError
-from gyre.core.rounding import ceil_div
+from gyre.core.rounding import ceil_div, round_up
 from gyre.weights.transports.addresses import PartAddress
+from gyre.weights.transports.contracts import LendsNothing
+from gyre.weights.transports.part_layout import (
+    ALIGN_BYTES,
+    Stretch,
+    bucket_size,
+    cut_stretches,
+)
 from gyre.weights.transports.tcp_wire import (
     AGAIN,
     ANSWER_BYTES,
@@ -33,7 +41,7 @@ from gyre.weights.transports.tcp_wire import (
 PIECE_BYTES = 16 << 20  # of one request
 
 
-class TcpPart:
+class TcpPart(LendsNothing):
     """A PartReader. Its connections stay open until it is closed."""
 
     def __init__(
@@ -77,17 +85,19 @@ class TcpPart:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
+    def read(
+        self,
+        stretches: Sequence[Stretch],
+        out_N: Tensor,
+        *,
+        next_stretches: Sequence[Stretch] = (),
+    ) -> None:
         out = memoryview(cast(Any, out_N.numpy()))
-        share = max(1, ceil_div(len(out), len(self._connections)))
+        share = ceil_div(bucket_size(stretches), len(self._connections))
+        cuts = cut_stretches(stretches, max(ALIGN_BYTES, round_up(share, ALIGN_BYTES)))
         calls = [
-            self._threads.submit(
-                self._read_share,
-                connection,
-                start + index * share,
-                out[index * share : (index + 1) * share],
-            )
-            for index, connection in enumerate(self._connections)
+            self._threads.submit(self._read_share, connection, cut, out[base:])
+            for connection, (base, cut) in zip(self._connections, cuts, strict=False)
         ]
         errors = [error for call in calls if (error := call.exception()) is not None]
         if errors:
@@ -128,9 +138,13 @@ class TcpPart:
             raise
         return connection
 
-    def _read_share(self, connection: socket.socket, start: int, out: memoryview) -> None:
-        for at in range(0, len(out), PIECE_BYTES):
-            self._request(connection, start + at, out[at : at + PIECE_BYTES])
+    def _read_share(
+        self, connection: socket.socket, stretches: Sequence[Stretch], out: memoryview
+    ) -> None:
+        for one in stretches:
+            for start in range(one.start, one.stop, PIECE_BYTES):
+                at, count = one.at + start - one.start, min(PIECE_BYTES, one.stop - start)
+                self._request(connection, start, out[at : at + count])
 
     def _request(self, connection: socket.socket, start: int, out: memoryview) -> None:
         """Fill `out` with bytes that were the version's from the first to the last. After an error

@@ -61,16 +61,21 @@ def test_every_number_moves_once_in_bounded_buckets(case, bucket_bytes):
     moved = {entry.name: np.zeros(math.prod(entry.shape), int) for entry in entries}
     at = [0] * num_owners
     for bucket in plan_reads(entries, num_owners=num_owners, bucket_bytes=bucket_bytes):
-        assert 0 < bucket.stop - bucket.start <= bucket_bytes
-        assert bucket.start % 64 == 0, "numbers of any dtype are where their memory may be"
-        assert bucket.start >= at[bucket.owner], "a part is read from its start to its end"
-        at[bucket.owner] = bucket.stop
+        assert 0 < bucket.size_bytes <= bucket_bytes
+        end = 0
+        for one in bucket.stretches:
+            assert one.start % 64 == one.at % 64 == 0, "numbers of any dtype are at a line"
+            assert one.start >= at[bucket.owner], "a part is read from its start to its end"
+            assert one.at >= end and one.start < one.stop
+            at[bucket.owner], end = one.stop, one.end
         for piece in bucket.pieces:
+            (held,) = [one for one in bucket.stretches if one.start <= piece.at < one.stop]
+            assert piece.start - held.at == piece.at - held.start and piece.stop <= held.end
             entry, placed = piece.placed.entry, piece.placed
             assert placed.segment.owner == bucket.owner
             size = dtype_of(entry).itemsize
             assert piece.stop - piece.start == (piece.run.stop - piece.run.start) * size
-            first = (bucket.start + piece.start - placed.start) // size
+            first = (piece.at - placed.start) // size
             assert piece.run.start == placed.segment.start + first
             moved[entry.name][numbers_of(entry, piece.run)] += 1
     assert all((counts == 1).all() for counts in moved.values())

@@ -23,6 +23,7 @@ from gyre.core.events import Emit
 from gyre.distributed.init import hold_store
 from gyre.weights.transports.device.broadcast_group import BroadcastGroup, GroupSeat
 from gyre.weights.transports.device.live_part import CurrentPart
+from gyre.weights.transports.part_layout import Stretch
 
 
 class GroupMember(Protocol):
@@ -208,7 +209,7 @@ class Broadcaster:
                 group.wait(works.pop(0), **limits)
             room_N = rooms[number % 2][: min(self._bucket_bytes, size_bytes - start)]
             with self._current.reading(**wanted) as part:
-                part.fill(start, room_N)
+                part.fill([Stretch(start=start, stop=start + len(room_N), at=0)], room_N)
             works.append(group.begin(room_N))
         for work in works:
             group.wait(work, **limits)

@@ -3,7 +3,7 @@ one user. In: an address; requests. Out: answers, within a deadline; the error t
 
     reader      open      The part of a version, by a scheme.
     reader      seat      Its place in a group. The publisher waits until the group begins.
-    reader      fill      Bytes of the part into one of two staging buckets.
+    reader      fill      Stretches of the part into the staging bucket whose turn it is.
     reader      check     Whether all that was given is of the version.
     publisher   answer    To each request; or unasked, that the group is lost.
 
@@ -22,14 +22,17 @@ from dataclasses import dataclass
 
 from gyre.core.errors import DeadlineError, GyreError, InputError, SnapshotError
 from gyre.weights.transports.addresses import PartAddress
+from gyre.weights.transports.part_layout import Stretch
 
 OPEN, SEAT, FILL, CHECK = range(1, 5)
+STAGING_BUCKETS = 3  # of each reader: one lent, one filled, and one that may be copied from still
 OK, GONE, LOST = range(3)
 ID_BYTES = 16
 _REQUEST = struct.Struct(f"<BqqQQQ{ID_BYTES}s")
 _ANSWER = struct.Struct("<BQQQQ256s")
+_STRETCH = struct.Struct("<QQQ")
 _CREDENTIALS = struct.Struct("iII")  # pid, user, group
-REQUEST_BYTES, ANSWER_BYTES = _REQUEST.size, _ANSWER.size
+REQUEST_BYTES, STRETCH_BYTES, ANSWER_BYTES = _REQUEST.size, _STRETCH.size, _ANSWER.size
 AGAIN = "the version may still be in its slot; its publisher's own log says more"
 
 
@@ -41,9 +44,9 @@ class ControlRequest:
     epoch: int = 0
     version: int = 0
     part_bytes: int = 0
-    first: int = 0  # fill: byte of the part
-    second: int = 0  # fill: bytes
+    first: int = 0  # open: the scheme; check: whether the reader has all
     reader: bytes = bytes(ID_BYTES)  # differs for each process, and after a group was lost
+    stretches: tuple[Stretch, ...] = ()  # fill: of one bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,27 +59,37 @@ class ControlAnswer:
 
 
 def pack_request(request: ControlRequest) -> bytes:
-    return _REQUEST.pack(
+    head = _REQUEST.pack(
         request.op,
         request.epoch,
         request.version,
         request.part_bytes,
         request.first,
-        request.second,
+        len(request.stretches),
         request.reader,
     )
+    return head + b"".join(_STRETCH.pack(one.start, one.stop, one.at) for one in request.stretches)
+
+
+def count_stretches(head: bytes) -> int:
+    """Return how many stretches follow the head of a request."""
+    return _REQUEST.unpack(head)[5]
 
 
 def unpack_request(data: bytes) -> ControlRequest:
-    op, epoch, version, part_bytes, first, second, reader = _REQUEST.unpack(data)
+    """Return a request of its head and the stretches behind it."""
+    op, epoch, version, part_bytes, first, _, reader = _REQUEST.unpack_from(data)
     return ControlRequest(
         op=op,
         epoch=epoch,
         version=version,
         part_bytes=part_bytes,
         first=first,
-        second=second,
         reader=reader,
+        stretches=tuple(
+            Stretch(start=start, stop=stop, at=at)
+            for start, stop, at in _STRETCH.iter_unpack(data[REQUEST_BYTES:])
+        ),
     )
 
 

@@ -10,7 +10,7 @@ lost for all.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from gyre.core.errors import GyreError, InputError, SnapshotError
 from gyre.core.rounding import ceil_div
 from gyre.weights.transports.addresses import LIVE_SCHEMES, PartAddress
+from gyre.weights.transports.contracts import LendsNothing
 from gyre.weights.transports.device.broadcast_group import LOOPBACK, BroadcastGroup, GroupSeat
 from gyre.weights.transports.device.control import (
     CHECK,
@@ -30,6 +31,7 @@ from gyre.weights.transports.device.control import (
     ControlLink,
     ControlRequest,
 )
+from gyre.weights.transports.part_layout import Stretch
 
 
 class JoinedGroups:
@@ -97,7 +99,7 @@ class JoinedGroups:
         self._stores.clear()
 
 
-class GroupPart:
+class GroupPart(LendsNothing):
     """A PartReader. One thread reads."""
 
     def __init__(
@@ -140,12 +142,19 @@ class GroupPart:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
+    def read(
+        self,
+        stretches: Sequence[Stretch],
+        out_N: Tensor,
+        *,
+        next_stretches: Sequence[Stretch] = (),
+    ) -> None:
         """Fill `out_N` with bytes that follow those read before. InputError for bytes that came
         before them: a broadcast is not repeated."""
         try:
             group = self._group or self._join()
-            self._read(group, start, out_N)
+            for one in stretches:
+                self._read(group, one.start, out_N[one.at : one.end])
         except GyreError:
             self._leave()
             raise

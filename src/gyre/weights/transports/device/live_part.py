@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError, InputError
-from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes
+from gyre.weights.transports.part_layout import PlacedSegment, Stretch, dtype_of, part_bytes
 
 
 class LivePart:
@@ -33,11 +33,19 @@ class LivePart:
         self.size_bytes = part_bytes(placed)
 
     @torch.no_grad()
-    def fill(self, start: int, out_N: Tensor) -> None:
-        """Write the part's bytes from `start` on, which is a multiple of 64, rounded as in the
-        slot. They are there when this returns. Bytes between two segments are left as they are."""
-        homes, values = [], []
-        stop = start + len(out_N)
+    def fill(self, stretches: Sequence[Stretch], out_N: Tensor) -> None:
+        """Write the part's bytes to the stretches' places, rounded as in the slot. They are there
+        when this returns. Bytes between two segments are left as they are."""
+        pairs = [pair for stretch in stretches for pair in self._pairs(stretch, out_N)]
+        if pairs:
+            homes, values = zip(*pairs, strict=True)
+            torch._foreach_copy_(homes, values)
+        if out_N.is_cuda:
+            torch.cuda.current_stream(out_N.device).synchronize()
+
+    def _pairs(self, stretch: Stretch, out_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of a stretch's place, and the numbers that belong there."""
+        start, stop, shift = stretch.start, stretch.stop, stretch.at - stretch.start
         for number in range(max(0, bisect_right(self._starts, start) - 1), len(self._placed)):
             one = self._placed[number]
             low, high = max(start, one.start), min(stop, one.stop)
@@ -46,12 +54,7 @@ class LivePart:
             if low < high:
                 dtype = dtype_of(one.entry)
                 first, last = ((at - one.start) // dtype.itemsize for at in (low, high))
-                homes.append(out_N[low - start : high - start].view(dtype))
-                values.append(self._runs[number][first:last])
-        if homes:
-            torch._foreach_copy_(homes, values)
-        if out_N.is_cuda:
-            torch.cuda.current_stream(out_N.device).synchronize()
+                yield out_N[low + shift : high + shift].view(dtype), self._runs[number][first:last]
 
 
 class CurrentPart:

@@ -37,8 +37,11 @@ from gyre.weights.transports.device.control import (
     OPEN,
     REQUEST_BYTES,
     SEAT,
+    STAGING_BUCKETS,
+    STRETCH_BYTES,
     ControlAnswer,
     ControlRequest,
+    count_stretches,
     pack_answer,
     peer_of,
     socket_name,
@@ -46,9 +49,9 @@ from gyre.weights.transports.device.control import (
 )
 from gyre.weights.transports.device.cuda_ipc import CudaStaging, Staging
 from gyre.weights.transports.device.live_part import CurrentPart, LivePart
-from gyre.weights.transports.part_layout import PlacedSegment
+from gyre.weights.transports.part_layout import ALIGN_BYTES, PlacedSegment, Stretch
 
-BUCKET_BYTES = 32 << 20  # of device memory; a group has two, and so has each staged reader
+BUCKET_BYTES = 64 << 20  # of device memory; a group has two, and a staged reader three
 MOST_READERS = 64
 RETRY_S = 1.0  # after an error of accept, which may last
 
@@ -227,6 +230,16 @@ class LiveServer:
         return self._deadline_s
 
 
+def can_fill(stretches: Sequence[Stretch], bucket_bytes: int) -> bool:
+    """Return whether stretches lie behind each other, at lines of 64 bytes, in a bucket."""
+    end = 0
+    for one in stretches:
+        if one.at < end or one.start >= one.stop or one.at % ALIGN_BYTES or one.start % ALIGN_BYTES:
+            return False
+        end = one.end
+    return 0 < end <= bucket_bytes
+
+
 class _Connection:
     """A reader, from its first request to its end. It has one version."""
 
@@ -275,13 +288,23 @@ class _Connection:
 
     def _next(self) -> ControlRequest | None:
         """Wait for the next request, as long as the reader is there. None when it hung up."""
+        if (head := self._receive(REQUEST_BYTES)) is None:
+            return None
+        count = count_stretches(head)
+        if count > self._server.bucket_bytes // ALIGN_BYTES:
+            raise OSError(f"it asked for {count} stretches, more than a bucket has lines")
+        if (rest := self._receive(count * STRETCH_BYTES)) is None:
+            return None
+        return unpack_request(head + rest)
+
+    def _receive(self, size_bytes: int) -> bytes | None:
         data = b""
-        while len(data) < REQUEST_BYTES:
-            found = self._socket.recv(REQUEST_BYTES - len(data))
+        while len(data) < size_bytes:
+            found = self._socket.recv(size_bytes - len(data))
             if not found:
                 return None
             data += found
-        return unpack_request(data)
+        return data
 
     def _answer(self, request: ControlRequest) -> None:
         try:
@@ -327,20 +350,20 @@ class _Connection:
         if scheme in GROUP_SCHEMES:
             server.broadcaster.enter(self)
         else:
-            self._staging = server.make_staging(2 * server.bucket_bytes)
+            self._staging = server.make_staging(STAGING_BUCKETS * server.bucket_bytes)
             handle = self._staging.handle
         self._is_open = True
         return ControlAnswer(code=OK, numbers=(server.bucket_bytes, 0, 0, 0), text=handle)
 
     def _fill(self, request: ControlRequest) -> None:
-        """Write bytes of the part into the half of the buckets whose turn it is."""
-        server, start, size_bytes = self._server, request.first, request.second
-        if self._staging is None or not 0 < size_bytes <= server.bucket_bytes or start % 64:
-            raise InputError(f"{size_bytes} bytes from {start} on cannot be filled in")
-        half, self._num_fills = self._num_fills % 2, self._num_fills + 1
-        first = half * server.bucket_bytes
+        """Write stretches of the part into the bucket whose turn it is."""
+        server, stretches = self._server, request.stretches
+        if self._staging is None or not can_fill(stretches, server.bucket_bytes):
+            raise InputError(f"{len(stretches)} stretches cannot be filled in: they are no bucket")
+        first = self._num_fills % STAGING_BUCKETS * server.bucket_bytes
+        self._num_fills += 1
         with server.current.reading(epoch=self.epoch, version=self.version) as part:
-            part.fill(start, self._staging.bytes_N[first : first + size_bytes])
+            part.fill(stretches, self._staging.bytes_N[first : first + server.bucket_bytes])
 
     def _send(self, answer: ControlAnswer) -> None:
         with self._sending, suppress(OSError):  # one that hung up is found by its thread

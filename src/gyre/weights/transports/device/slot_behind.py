@@ -9,12 +9,14 @@ then, since page-locking it takes longer than to read the part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from gyre.core.errors import GyreError
 from gyre.weights.transports.contracts import PartReader
+from gyre.weights.transports.part_layout import Stretch, bucket_size
 
 
 class SlotBehind:
@@ -28,16 +30,36 @@ class SlotBehind:
     ) -> None:
         self._reader, self._is_live = live, True
         self._open_slot, self._on_change = open_slot, on_change
+        self.lends_bytes = live.lends_bytes
 
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
+    def read(
+        self,
+        stretches: Sequence[Stretch],
+        out_N: Tensor,
+        *,
+        next_stretches: Sequence[Stretch] = (),
+    ) -> None:
         try:
-            self._reader.read(start, out_N, next_read=next_read)
+            self._reader.read(stretches, out_N, next_stretches=next_stretches)
         except GyreError as error:
             self._change(error)
-            self._reader.read(start, out_N, next_read=next_read)
+            self._reader.read(stretches, out_N)
+
+    def lend(
+        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+    ) -> Tensor:
+        if self._is_live:
+            try:
+                return self._reader.lend(stretches, next_stretches=next_stretches)
+            except GyreError as error:
+                self._change(error)
+        # new for each bucket: the device may still be copying the last one
+        out_N = torch.empty(bucket_size(stretches), dtype=torch.uint8)
+        self._reader.read(stretches, out_N)
+        return out_N
 
     def check(self) -> None:
         try:

@@ -1,12 +1,12 @@
-"""Staged part: a part from its publisher's device, by two buckets of memory that both processes
-have. In: its address, how such memory is opened. Out: a PartReader.
+"""Staged part: a part from its publisher's device, by buckets of memory that both processes have.
+In: its address, how such memory is opened. Out: a PartReader, which lends the buckets.
 
     reader      Asks for bucket n + 1, copies bucket n out, asks for bucket n + 2.
-    publisher   Rounds bucket n + 1 into the other half meanwhile.
+    publisher   Rounds bucket n + 1 into the next staging bucket meanwhile.
 
-The first bucket of the next read is asked for within this one. A copy has ended before its half is
-asked for again, and a fill before it is answered: each side waits for its own device, and neither
-for the other's.
+There are three, so that the copy of bucket n goes on while n + 1 is waited for and lent. A copy has
+ended before its bucket is asked for again, and a fill before it is answered: each side waits for
+its own device, and neither for the other's.
 """
 
 # N bytes
@@ -14,7 +14,8 @@ for the other's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +26,20 @@ from gyre.weights.transports.device.control import (
     CHECK,
     FILL,
     OPEN,
+    STAGING_BUCKETS,
     ControlLink,
     ControlRequest,
 )
 from gyre.weights.transports.device.cuda_ipc import Staging
+from gyre.weights.transports.part_layout import Stretch, bucket_size, cut_stretches
 
-NUM_BUCKETS = 2  # of staging memory, filled in turn
-_Fill = tuple[int, int]  # start and bytes
+Fill = tuple[Stretch, ...]  # of one staging bucket
 # (bytes, handle) → memory; InputError where it cannot be opened here
 OpenStaging = Callable[[int, bytes], Staging]
 
 
 class StagedPart:
-    """A PartReader. One thread reads."""
+    """A PartReader. One thread reads, on one stream."""
 
     def __init__(
         self,
@@ -52,8 +54,10 @@ class StagedPart:
         """Connect and open the buckets. InputError where the version is no longer on its
         publisher's device, or its memory cannot be opened."""
         self._link = ControlLink(address, deadline_s=deadline_s)
-        self._asked: deque[_Fill] = deque()  # whose answers have not been read
-        self._num_copied = 0
+        self._asked: deque[Fill] = deque()  # whose answers have not been read
+        self._num_asked = 0
+        self._num_lent = 0
+        self._copied: dict[int, Any] = {}  # by staging bucket, event: it may be filled again
         try:
             answer = self._link.ask(
                 ControlRequest(
@@ -64,8 +68,8 @@ class StagedPart:
                     first=LIVE_SCHEMES.index(address.scheme),
                 )
             )
-            self._bucket_bytes = answer.numbers[0]
-            self._staging = open_staging(2 * self._bucket_bytes, answer.text)
+            self.lends_bytes = answer.numbers[0]
+            self._staging = open_staging(STAGING_BUCKETS * self.lends_bytes, answer.text)
         except GyreError:
             self._link.close()
             raise
@@ -73,12 +77,31 @@ class StagedPart:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
+    def lend(
+        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+    ) -> Tensor:
+        assert bucket_size(stretches) <= self.lends_bytes, "it does not fit a staging bucket"
         try:
-            self._read(start, out_N, self._cut(*next_read)[:1] if next_read else [])
+            return self._lend(tuple(stretches), self._first_fill(next_stretches))
         except BaseException:
             self._link.give_up()  # what it would answer next is not known
             raise
+
+    def read(
+        self,
+        stretches: Sequence[Stretch],
+        out_N: Tensor,
+        *,
+        next_stretches: Sequence[Stretch] = (),
+    ) -> None:
+        cuts = cut_stretches(stretches, self.lends_bytes)
+        after = [fill for _, fill in cuts[1:]] + [self._first_fill(next_stretches)]
+        for (base, fill), following in zip(cuts, after, strict=True):
+            bucket_N = self.lend(fill, next_stretches=following)
+            for one in fill:
+                out_N[base + one.at : base + one.end].copy_(bucket_N[one.at : one.end])
+        if out_N.is_cuda:
+            torch.cuda.current_stream(out_N.device).synchronize()
 
     def check(self) -> None:
         self._link.ask(ControlRequest(op=CHECK))
@@ -88,29 +111,40 @@ class StagedPart:
         self._staging.close()
         self._link.close()
 
-    def _cut(self, start: int, size_bytes: int) -> list[_Fill]:
-        step, stop = self._bucket_bytes, start + size_bytes
-        return [(at, min(step, stop - at)) for at in range(start, stop, step)]
+    def _first_fill(self, stretches: Sequence[Stretch]) -> Fill:
+        """Return what is asked for first of a bucket that may be larger than the staging ones."""
+        cuts = cut_stretches(stretches, self.lends_bytes)
+        return cuts[0][1] if cuts else ()
 
-    def _read(self, start: int, out_N: Tensor, after: list[_Fill]) -> None:
-        fills = self._cut(start, len(out_N))
-        assert list(self._asked) == fills[: len(self._asked)], "another place was asked for"
-        asking = deque((fills + after)[len(self._asked) :])
-        for at, size_bytes in fills:
-            while asking and len(self._asked) < NUM_BUCKETS:
-                self._ask(asking.popleft())
-            self._link.answer()
-            first = self._num_copied % NUM_BUCKETS * self._bucket_bytes
-            bucket_N = self._staging.bytes_N[first : first + size_bytes]
-            out_N[at - start : at - start + size_bytes].copy_(bucket_N)
-            if bucket_N.is_cuda:
-                torch.cuda.current_stream(bucket_N.device).synchronize()
-            self._asked.popleft()
-            self._num_copied += 1
-        while asking and len(self._asked) < NUM_BUCKETS:
-            self._ask(asking.popleft())
+    def _lend(self, fill: Fill, following: Fill) -> Tensor:
+        self._note_copied()
+        while self._asked and self._asked[0] != fill:  # for a read that was given up
+            self._take()
+        if not self._asked:
+            self._ask(fill)
+        if following and len(self._asked) == 1:
+            self._ask(following)
+        first = self._take()
+        return self._staging.bytes_N[first : first + bucket_size(fill)]
 
-    def _ask(self, fill: _Fill) -> None:
-        start, size_bytes = fill
-        self._link.send(ControlRequest(op=FILL, first=start, second=size_bytes))
+    def _take(self) -> int:
+        """Wait until the publisher has filled what was asked for first. Returns where it is."""
+        self._link.answer()
+        self._asked.popleft()
+        self._num_lent += 1
+        return (self._num_lent - 1) % STAGING_BUCKETS * self.lends_bytes
+
+    def _note_copied(self) -> None:
+        """Note where the stream has copied what was lent last."""
+        bytes_N = self._staging.bytes_N
+        if self._num_lent and bytes_N.is_cuda:
+            stream = torch.cuda.current_stream(bytes_N.device)
+            self._copied[(self._num_lent - 1) % STAGING_BUCKETS] = stream.record_event()
+
+    def _ask(self, fill: Fill) -> None:
+        copied = self._copied.pop(self._num_asked % STAGING_BUCKETS, None)
+        if copied is not None:
+            copied.synchronize()
+        self._num_asked += 1
+        self._link.send(ControlRequest(op=FILL, stretches=fill))
         self._asked.append(fill)
