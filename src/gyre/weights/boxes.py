@@ -96,7 +96,9 @@ class _LocalSource:
     """A TensorSource of local tensors, over one of whole tensors. Padding is zero."""
 
     def __init__(self, source: TensorSource, layout: ModelLayout, rank: int) -> None:
-        self._source, self._layout, self._rank = source, layout, rank
+        self._source = source
+        self._layout = layout
+        self._rank = rank
 
     @property
     def shapes(self) -> Mapping[str, Shape]:

@@ -126,8 +126,10 @@ class ShardSource(Mapping[str, Tensor]):
         group: RankGroup,
         dtype: torch.dtype,
     ) -> None:
-        self.layout, self.dtype = layout, dtype
-        self._local, self._group = local, group
+        self.layout = layout
+        self.dtype = dtype
+        self._local = local
+        self._group = group
         self._plans: dict[int, tuple[GatherBucket, ...]] = {}  # by the bytes of a bucket
 
     def __getitem__(self, name: str) -> Tensor:

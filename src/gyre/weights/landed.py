@@ -119,7 +119,8 @@ class CopyOrder:
         self._kept: dict[str, Any] = {}  # by tensor, event: it may be overwritten
         self._landed: tuple[Callable[[], None], Any] | None = None  # to be summed; its copy's event
         if device.type == "cuda":
-            copying, beside = torch.cuda.current_stream(device), stream_for(KEEP_AND_SUM, device)
+            copying = torch.cuda.current_stream(device)
+            beside = stream_for(KEEP_AND_SUM, device)
             beside.wait_stream(copying)
             self._streams = copying, beside
 

@@ -71,11 +71,15 @@ class _VersionReader:
         bucket_bytes: int,
         held: TensorPart | None,
     ) -> None:
-        self.offer, self._parts, self._own, self._held = offer, parts, own, held
+        self.offer = offer
+        self._parts = parts
+        self._own = own
+        self._held = held
         self._device = next(iter(own.values())).device
         lent = [part.reader.lends_bytes for part in parts]
         self._is_lent = all(lent)
-        entries, broadcast = offer.manifest.entries, [part.is_broadcast for part in parts]
+        entries = offer.manifest.entries
+        broadcast = [part.is_broadcast for part in parts]
         bucket_bytes = min([bucket_bytes, *lent]) if self._is_lent else bucket_bytes
         layout: dict[str, Any] = {"broadcast": broadcast, "bucket_bytes": bucket_bytes}
         if isinstance(last_plan, ReadPlan) and last_plan.fits(entries, own, **layout):
@@ -233,8 +237,12 @@ class ReadOver:
         """Open every part, and verify the bytes of shared memory on a CPU: elsewhere they would
         have to travel twice. `held`: what `own` is of the whole tensors. InputError or
         SnapshotError; nothing of `own` is written."""
-        self._own, self._opener, self._emit, self._held = own, parts, emit, held
-        self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
+        self._own = own
+        self._opener = parts
+        self._emit = emit
+        self._held = held
+        self._bucket_bytes = bucket_bytes
+        self._free_bytes = free_bytes
         self._device = next(iter(own.values())).device
         # where the last version is: in memory, or to be read again
         self._keeper: Keeper | None = None

@@ -207,7 +207,10 @@ class GatherOver:
     def __init__(
         self, version: int, shards: ShardSource, own: Mapping[str, Tensor], *, emit: Emit
     ) -> None:
-        self._version, self._shards, self._own, self._emit = version, shards, own, emit
+        self._version = version
+        self._shards = shards
+        self._own = own
+        self._emit = emit
         # what has been overwritten, and the bytes that were there
         self._homes: list[Tensor] = []
         self._kept: list[Tensor] = []

@@ -183,11 +183,12 @@ OWNED = {
     ("weights/transports/tcp_reader.py", "close"): "the threads' requests, each with a deadline",
     ("weights/transports/tcp_server.py", "_next"): "the reader's next request, or its end",
     # a unix socket between a publisher and the readers of its device
-    ("weights/transports/device/live_server.py", "_next"): "the reader's next request, or its end",
+    ("weights/transports/device/live_server.py", "_receive"): "the reader's request, or its end",
     ("weights/transports/device/control.py", "answer"): "the socket's timeout",
     ("weights/transports/device/live_part.py", "fill"): "the device, which copies",
     ("weights/transports/device/group_part.py", "_read"): "the device, which copies",
-    ("weights/transports/device/staged_part.py", "_read"): "the device, which copies",
+    ("weights/transports/device/staged_part.py", "read"): "the device, which copies",
+    ("weights/transports/device/staged_part.py", "_ask"): "the device, which copies",
     ("weights/transports/device/cuda_ipc.py", "_call"): "the device, at a version's start and end",
     ("weights/transports/tcp_wire.py", "read_exactly"): "`ends_at`: it sets what is left of it",
     # processes

@@ -101,7 +101,9 @@ class PartOpener:
         emit: Emit = lambda kind, **fields: None,
     ) -> None:
         """Read from the shared memory of this host alone if `reading` is left out."""
-        self._given, self._pin, self._emit = reading, pin, emit
+        self._given = reading
+        self._pin = pin
+        self._emit = emit
         self._slots: dict[str, MappedSlot] = {}
         self._groups: JoinedGroups | None = None
         self.last: Offer | None = None  # that an engine has taken

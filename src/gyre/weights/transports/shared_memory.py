@@ -41,7 +41,8 @@ class _OwnedSlot:
     """One file that this process owns, mapped."""
 
     def __init__(self, handle: int, header: SlotHeader, capacity_bytes: int, *, pin: bool) -> None:
-        self.handle, self.header = handle, header
+        self.handle = handle
+        self.header = header
         self._mapped = MappedFile(handle, HEADER_BYTES + capacity_bytes, writable=True, pin=pin)
         self.bytes_N = self._mapped.bytes_N[HEADER_BYTES:]
 
@@ -72,9 +73,14 @@ class SharedMemoryStore:
     ) -> None:
         """`served_at`: "host:port" of servers that give others the same bytes."""
         assert RUN_ID.fullmatch(run_id), f"a run's id is letters and digits, got {run_id!r}"
-        self._run_id, self._owner, self._folder, self._group = run_id, owner, folder, group
+        self._run_id = run_id
+        self._owner = owner
+        self._folder = folder
+        self._group = group
         self._written = 0  # versions
-        self._served_at, self._pin, self._emit = served_at, pin, emit
+        self._served_at = served_at
+        self._pin = pin
+        self._emit = emit
         self._host = host_id(folder)
         self._slots: list[_OwnedSlot] = []
         remove_leftovers(folder, keep_run=run_id, emit=emit)

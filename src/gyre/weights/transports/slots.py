@@ -73,8 +73,10 @@ class MappedSlot:
     """A slot in this process's address space. Page-locking is slow, so it is kept over versions."""
 
     def __init__(self, folder: Path, name: str, *, pin: bool) -> None:
-        self._folder, self._name = folder, name
-        self._users, self._is_retired = 0, False
+        self._folder = folder
+        self._name = name
+        self._users = 0
+        self._is_retired = False
         self.file = SlotFile(folder, name, writable=pin)
         try:
             size_bytes = self.file.status.st_size

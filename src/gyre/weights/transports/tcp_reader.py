@@ -62,7 +62,9 @@ class TcpPart(LendsNothing):
                 f"{address} needs the run's token, and this receiver has none",
                 hint="give the receiver the token of the run that publishes",
             )
-        self._address, self._token, self._deadline_s = address, token, deadline_s
+        self._address = address
+        self._token = token
+        self._deadline_s = deadline_s
         self._nothing = PartRequest(
             name=address.name,
             epoch=epoch,

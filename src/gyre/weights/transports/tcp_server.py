@@ -59,8 +59,12 @@ class PartServer:
         """Listen at once. `host`: the address that readers connect to. ConfigError where that
         cannot be had."""
         assert len(token) >= 16, "a token shorter than 16 bytes can be guessed"
-        self._run_id, self._token, self._folder = run_id, token, folder
-        self._emit, self._deadline_s, self._max = emit, deadline_s, max_connections
+        self._run_id = run_id
+        self._token = token
+        self._folder = folder
+        self._emit = emit
+        self._deadline_s = deadline_s
+        self._max = max_connections
         try:
             self._listening = socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -56,7 +56,8 @@ class BroadcastGroup:
     ) -> None:
         """Join; returns when all members have. `look` raises when one is lost. SnapshotError or
         DeadlineError."""
-        self.seat, self._device = seat, device
+        self.seat = seat
+        self._device = device
         with self._named():
             meeting = PrefixStore(f"gyre/weights/{seat.name}/{seat.generation}", store)
             # all are here before the backend connects them, which cannot be ended early

@@ -43,7 +43,8 @@ class _Round:
     """One version on its way to these members."""
 
     def __init__(self, members: tuple[GroupMember, ...], generation: int) -> None:
-        self.members, self.generation = members, generation
+        self.members = members
+        self.generation = generation
         self.settled: set[GroupMember] = set()  # that have all
         self.has_ended = False
         self.lost = ""  # why
@@ -66,8 +67,12 @@ class Broadcaster:
         bucket_bytes: int,
         deadline_s: float,
     ) -> None:
-        self._current, self._name, self._device, self._emit = current, name, device, emit
-        self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
+        self._current = current
+        self._name = name
+        self._device = device
+        self._emit = emit
+        self._bucket_bytes = bucket_bytes
+        self._deadline_s = deadline_s
         self._changed = threading.Condition()
         self._waiting: list[GroupMember] = []
         self._round: _Round | None = None

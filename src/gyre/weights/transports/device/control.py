@@ -121,7 +121,9 @@ class ControlLink:
 
     def __init__(self, address: PartAddress, *, deadline_s: float) -> None:
         """Connect. InputError where no publisher of this user listens."""
-        self._address, self._deadline_s, self._is_lost = address, deadline_s, False
+        self._address = address
+        self._deadline_s = deadline_s
+        self._is_lost = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._socket.settimeout(deadline_s)

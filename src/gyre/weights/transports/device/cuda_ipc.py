@@ -67,7 +67,8 @@ class CudaStaging:
                 f"cuda-ipc is for memory of GPUs, and this process works on {device}",
                 hint="use shared memory (shm), or a group over gloo",
             )
-        self._device, self._is_opened = device, bool(handle)
+        self._device = device
+        self._is_opened = bool(handle)
         self._library = _load()
         self._address = self._open(handle) if handle else self._allocate(size_bytes)
         self.bytes_N = bytes_at(device, self._address, size_bytes)

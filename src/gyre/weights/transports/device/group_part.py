@@ -114,8 +114,10 @@ class GroupPart(LendsNothing):
     ) -> None:
         """Connect, and wait for the round among others. InputError where the version is no longer
         on its publisher's device."""
-        self._name, self._size_bytes = address.name, size_bytes
-        self._groups, self._deadline_s = groups, deadline_s
+        self._name = address.name
+        self._size_bytes = size_bytes
+        self._groups = groups
+        self._deadline_s = deadline_s
         self._link = ControlLink(address, deadline_s=deadline_s)
         scheme = LIVE_SCHEMES.index(address.scheme)
         opening = ControlRequest(

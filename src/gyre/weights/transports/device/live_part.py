@@ -27,8 +27,10 @@ class LivePart:
     def __init__(
         self, *, epoch: int, version: int, placed: Sequence[PlacedSegment], runs: Sequence[Tensor]
     ) -> None:
-        self.epoch, self.version = epoch, version
-        self._placed, self._runs = tuple(placed), tuple(runs)
+        self.epoch = epoch
+        self.version = version
+        self._placed = tuple(placed)
+        self._runs = tuple(runs)
         self._starts = [one.start for one in placed]
         self.size_bytes = part_bytes(placed)
 

@@ -86,8 +86,11 @@ class LiveServer:
                 hint="use shared memory (shm), or a group over gloo",
             )
         self.make_staging = partial(make_staging, device)
-        self._device, self._emit, self._schemes = device, emit, tuple(schemes)
-        self._deadline_s, self._bucket_bytes = deadline_s, bucket_bytes
+        self._device = device
+        self._emit = emit
+        self._schemes = tuple(schemes)
+        self._deadline_s = deadline_s
+        self._bucket_bytes = bucket_bytes
         self._writes_behind = writes_behind
         self._stream: torch.cuda.Stream | None = None
         self._addresses = {
@@ -244,8 +247,12 @@ class _Connection:
     """A reader, from its first request to its end. It has one version."""
 
     def __init__(self, accepted: socket.socket, server: LiveServer, *, peer: str) -> None:
-        self.peer, self._socket, self._server = peer, accepted, server
-        self.reader, self.epoch, self.version = b"", -1, -1
+        self.peer = peer
+        self._socket = accepted
+        self._server = server
+        self.reader = b""
+        self.epoch = -1
+        self.version = -1
         self._is_open = False
         self._staging: Staging | None = None
         self._num_fills = 0

@@ -28,8 +28,10 @@ class SlotBehind:
         open_slot: Callable[[], PartReader],
         on_change: Callable[[GyreError], None],
     ) -> None:
-        self._reader, self._is_live = live, True
-        self._open_slot, self._on_change = open_slot, on_change
+        self._reader = live
+        self._is_live = True
+        self._open_slot = open_slot
+        self._on_change = on_change
         self.lends_bytes = live.lends_bytes
 
     def view(self, start: int, stop: int) -> None:
