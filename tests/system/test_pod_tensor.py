@@ -220,5 +220,5 @@ def test_a_rank_that_is_lost_in_a_phase_change_is_named_and_its_engine_comes_bac
     assert not events_of(run, "retry.run_restarted")
 
 
-def test_a_run_over_an_engine_of_two_ranks_learns(tmp_path: Path) -> None:
-    check_learned(finished(tmp_path, {**CUT, **LEARNS}))
+def test_a_run_whose_trainer_and_engine_have_two_ranks_learns(tmp_path: Path) -> None:
+    check_learned(finished(tmp_path, {**TOGETHER, **LEARNS}))
