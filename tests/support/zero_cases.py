@@ -104,7 +104,11 @@ HYBRID_TENSOR_LAYOUTS = {
     f"hybrid{zero}_tensor2": ParallelConfig(zero=zero, shard_ranks=2, tensor_ranks=2)
     for zero in (1, 3)
 }
-ANY_LAYOUT = LAYOUTS | TENSOR_LAYOUTS | HYBRID_TENSOR_LAYOUTS
+# Where four ranks share layers, none sees other data: ZeRO has nothing to share out.
+WIDE_LAYOUTS = {
+    f"zero{zero}_tensor4": ParallelConfig(zero=zero, tensor_ranks=4) for zero in (0, 2, 3)
+}
+ANY_LAYOUT = LAYOUTS | TENSOR_LAYOUTS | HYBRID_TENSOR_LAYOUTS | WIDE_LAYOUTS
 
 
 def decoder_on(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int = 0) -> Decoder:
@@ -358,6 +362,18 @@ def saved(group: RankGroup | None, kind: str, *, steps: int, **settings: Any) ->
     for step in range(steps):
         trainer.step_now(batch_for(12, seed=step))
     return taken(trainer)
+
+
+def carry_on(
+    group: RankGroup | None, state: dict[str, Any], kind: str, *, step: int, **settings: Any
+) -> tuple[dict[str, np.ndarray], StepReport, dict[str, Any]]:
+    """What a layout reads of another's snapshot, the report of one more step, and the snapshot
+    after it."""
+    trainer = trainer_on(group, kind, **settings)
+    trainer.restore_now(state)
+    read = whole(trainer)
+    report = trainer.step_now(batch_for(12, seed=step))
+    return read, report, taken(trainer)
 
 
 def moved(group: RankGroup | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:
