@@ -74,6 +74,37 @@ def test_gradients_of_every_objective(
     assert results[0][1] == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["tensor4", "zero3_tensor2"])
+def test_gradients_of_truncated_rollouts(ranks: RankPool, layout: str) -> None:
+    """Of the tokens that were choosable each rank has those of its part of the vocabulary."""
+    settings: dict[str, Any] = {"spec": "parted", "narrow": True}
+    expected, norms = of_one_process(gradients, "grpo", **settings)
+    whole, _ = of_one_process(gradients, "grpo", spec="parted")
+    assert not np.allclose(whole["actor.head.weight"], expected["actor.head.weight"], atol=1e-3)
+    results = ranks.run(gradients, "grpo", layout=layout, **settings)
+    assert_close(results[0][0], expected, relative=1e-5)
+    assert results[0][1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tensor4", "zero3_tensor2"])
+def test_bfloat16_over_ranks_is_as_near_to_float32_as_in_one_process(
+    ranks: RankPool, layout: str
+) -> None:
+    """Partial sums round once more: by norm, errors are those of one process to a quarter."""
+    wide, _ = of_one_process(gradients, "ppo", spec="parted")
+    one, norms = of_one_process(gradients, "ppo", spec="parted", dtype="bfloat16")
+    results = ranks.run(gradients, "ppo", spec="parted", dtype="bfloat16", layout=layout)
+    norm, names = np.linalg.norm, [name for name, grad in wide.items() if grad.any()]
+    expected, found = (
+        np.array([norm(each[name] - wide[name]) / norm(wide[name]) for name in names])
+        for each in (one, results[0][0])
+    )
+    assert expected.max() > 0.01 and found.max() < 1.25 * expected.max()
+    assert np.median(found) < 1.25 * np.median(expected)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=0.02)
+
+
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
 def test_training_equals_one_process(ranks: RankPool, layout: str) -> None:
     """Two epochs of three clipped updates, twice: reports are the same on every rank, weights,
