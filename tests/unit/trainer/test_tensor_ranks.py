@@ -30,6 +30,13 @@ from zero_cases import (
 )
 
 BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.variant)
+# of what depends on how copies and parts lie, and hardly on the ZeRO stage
+FEW_LAYOUTS = [
+    name
+    if name in ("tensor4", "zero1_tensor2", "zero3_tensor2", "mixed_tensor2")
+    else pytest.param(name, marks=pytest.mark.variant)
+    for name in TENSOR_LAYOUTS
+]
 # neighbors differ in their ZeRO stage and in their tensor ranks
 CHAIN = [
     *("zero0", "zero3_tensor4", "zero1_tensor2", "zero2", "zero0_tensor4", "zero3_tensor2"),
@@ -137,7 +144,7 @@ def test_training_equals_one_process(ranks: RankPool, layout: str) -> None:
     assert_close(results[0][1], state, relative=2e-4)
 
 
-@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
 def test_copies_stay_equal_to_the_bit(ranks: RankPool, layout: str, dtype: str) -> None:
     """Norms and KV heads that several ranks hold, after some steps."""
@@ -150,7 +157,7 @@ def test_copies_stay_equal_to_the_bit(ranks: RankPool, layout: str, dtype: str) 
         assert f"critic.{name}" in names
 
 
-@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
 @pytest.mark.parametrize(
     ("kind", "which"),
     [
@@ -221,7 +228,7 @@ def test_every_rank_gets_the_version_whole(ranks: RankPool, layout: str, dtype: 
         assert_same(found, {name: tensor.numpy() for name, tensor in expected.items()})
 
 
-@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
 def test_ranks_count_the_work_of_one_process_together(ranks: RankPool, layout: str) -> None:
     """Neither repeated KV heads nor padding of the vocabulary are work of the model."""
     settings = {"tokens_per_chunk": 40, "spec": "parted"}
@@ -230,7 +237,7 @@ def test_ranks_count_the_work_of_one_process_together(ranks: RankPool, layout: s
     assert sum(one["flops"] for one in results) == pytest.approx(alone["flops"], rel=1e-12)
 
 
-@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all(
     ranks: RankPool, layout: str
 ) -> None:
