@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
-from gyre.core.errors import RankError
+from gyre.core.errors import InputError, RankError
 from gyre.core.offers import Offer
 from gyre.core.records import Phase, Request, Sampling
 from gyre.distributed.init import RankSpec, join_neighbors
@@ -128,6 +128,36 @@ async def _ring(group: RankGroup | None, given: Given) -> dict[str, Any]:
         return {**found, "events": events}
     finally:
         machine.compute.shutdown(wait=False)
+
+
+def begun(group: RankGroup, given: Given, folders: Sequence[str]) -> str:
+    """Begin a trainer with the weights of this rank's own folder. Return why it was refused."""
+    config = RunConfig.model_validate_json(given.config_json)
+    model = config.model.model_copy(update={"path": folders[group.rank], "shape": None})
+    config = config.model_copy(update={"model": model})
+    machine, tokenizer = make_machine(config), load_tokenizer(Path(given.folder))
+    device = StageRuntime(
+        config,
+        Plan.from_json(given.plan_json),
+        Path(given.folder),
+        machine,
+        lambda kind, **fields: None,
+        group=group,
+    )
+    (stage,) = plan_stages(config, "all")
+
+    async def begin() -> None:
+        policy = make_policy(config, tokenizer, machine)
+        await device.begin(stage, policy, version=0, generates=False)
+        await device.close()
+
+    try:
+        asyncio.run(begin())
+    except InputError as error:
+        return f"{error.message}\n{error.hint}"
+    finally:
+        machine.compute.shutdown(wait=False)
+    return ""
 
 
 async def _turns(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gyre.core.records import Evaluation, TrainBatch, TrainSequence
+from gyre.core.records import Evaluation, Support, TrainBatch, TrainSequence
 from gyre.distributed.layout import BoxRun
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
@@ -116,6 +116,16 @@ def make_batch(num_sequences: int = 12, *, seed: int = 0, step: int = 0) -> Trai
         for i in range(num_sequences)
     )
     return TrainBatch(sequences=sequences, step=step)
+
+
+def truncated(sequence: TrainSequence, rng: np.random.Generator) -> TrainSequence:
+    """The sequence as truncation leaves it: some three tenths of the tokens were choosable."""
+    mask = sequence.columns["loss_mask"]
+    allowed = rng.random((int(mask.sum()), SPEC.vocab_size)) < 0.3
+    allowed[np.arange(len(allowed)), sequence.tokens[mask]] = True
+    offsets = np.concatenate([[0], allowed.sum(1).cumsum()])
+    support = Support(offsets=offsets.astype(np.int64), ids=allowed.nonzero()[1].astype(np.int32))
+    return replace(sequence, support=support)
 
 
 def with_column(batch: TrainBatch, name: str, evaluation: Evaluation) -> TrainBatch:

@@ -38,7 +38,14 @@ from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.boxes import local_source
 from gyre.weights.gather import gather_runs, homes_of
 from gyre.weights.tensor_source import LiveTensors, fill
-from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
+from trainer_cases import (
+    OF_THE_MACHINE,
+    SPEC,
+    make_batch,
+    make_trainer,
+    truncated,
+    whole_tensors,
+)
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
 ODD = replace(
@@ -104,7 +111,11 @@ HYBRID_TENSOR_LAYOUTS = {
     f"hybrid{zero}_tensor2": ParallelConfig(zero=zero, shard_ranks=2, tensor_ranks=2)
     for zero in (1, 3)
 }
-ANY_LAYOUT = LAYOUTS | TENSOR_LAYOUTS | HYBRID_TENSOR_LAYOUTS
+# Where four ranks share layers, none sees other data: ZeRO has nothing to share out.
+WIDE_LAYOUTS = {
+    f"zero{zero}_tensor4": ParallelConfig(zero=zero, tensor_ranks=4) for zero in (0, 2, 3)
+}
+ANY_LAYOUT = LAYOUTS | TENSOR_LAYOUTS | HYBRID_TENSOR_LAYOUTS | WIDE_LAYOUTS
 
 
 def decoder_on(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int = 0) -> Decoder:
@@ -220,10 +231,12 @@ def gradients(
     num_sequences: int = 12,
     longer_than: int = 0,
     divided_by: int = 1,
+    narrow: bool = False,
     **settings: Any,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The summed gradient of one update by parameter (on rank 0), and the norms; of sequences whose
-    tokens and targets this number divides, which so many ranks do not pad."""
+    tokens and targets this number divides, which so many ranks do not pad. Every second one of
+    `narrow` rollouts was truncated."""
     trainer = trainer_on(group, kind, **settings)
     batch = batch_for(num_sequences, seed=0)
     batch = replace(
@@ -236,6 +249,11 @@ def gradients(
             and not s.columns["loss_mask"].sum() % divided_by
         ),
     )
+    if narrow:
+        rng = np.random.default_rng(4)
+        pairs = zip(batch.sequences[::2], batch.sequences[1::2], strict=True)
+        mixed = tuple(each for one, other in pairs for each in (truncated(one, rng), other))
+        batch = replace(batch, sequences=mixed)
     (update,) = trainer.plan(batch).updates
     trainer.forward_backward(update)
     found, norms = {}, {}
@@ -358,6 +376,18 @@ def saved(group: RankGroup | None, kind: str, *, steps: int, **settings: Any) ->
     for step in range(steps):
         trainer.step_now(batch_for(12, seed=step))
     return taken(trainer)
+
+
+def carry_on(
+    group: RankGroup | None, state: dict[str, Any], kind: str, *, step: int, **settings: Any
+) -> tuple[dict[str, np.ndarray], StepReport, dict[str, Any]]:
+    """What a layout reads of another's snapshot, the report of one more step, and the snapshot
+    after it."""
+    trainer = trainer_on(group, kind, **settings)
+    trainer.restore_now(state)
+    read = whole(trainer)
+    report = trainer.step_now(batch_for(12, seed=step))
+    return read, report, taken(trainer)
 
 
 def moved(group: RankGroup | None, kind: str, **settings: Any) -> dict[str, np.ndarray]:

@@ -128,9 +128,11 @@ def test_members_come_work_are_lost_and_leave(tmp_path: Path, network: Network) 
 def test_a_member_waits_for_rollouts_and_ends_with_the_run(
     tmp_path: Path, network: Network
 ) -> None:
-    """A cold start has none. A stranger is refused meanwhile, and the run goes on."""
+    """A cold start has none. A stranger is refused meanwhile, and the run goes on. Two ranks that
+    share layers train, and the member reads whole tensors."""
     sets = {
-        **settings(tmp_path, "varied", members_address=f"{network.address}:0"),
+        **settings(tmp_path, "varied", members_address=f"{network.address}:0", num_workers=2),
+        "parallel.tensor_ranks": 2,
         "cold_start": {"steps": 3, "examples_per_step": 8, "warmup_steps": 1},
         "rollout.max_tokens": 16,
     }

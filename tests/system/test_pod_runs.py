@@ -148,13 +148,25 @@ def look_at_activities(steps: tuple[PodStep, ...], *, moves: bool, num_engines: 
 def test_ranks_that_share_layers_train_what_one_process_trains(
     tmp_path: Path, undisturbed: Story
 ) -> None:
-    """Each registers its part of every tensor; an engine of whole tensors reads them all. The run
-    ends with an export, and its snapshots are those of any layout."""
-    cluster = {**IN_POD["cluster"], "num_workers": 2}
-    story = finished(tmp_path, {**IN_POD, "cluster": cluster, "parallel.tensor_ranks": 2})
-    look_close(story, undisturbed)
+    """Each broadcasts its part of every tensor; an engine of whole tensors reads them all. The run
+    ends with an export. Its snapshots, written beside it, are those of any layout."""
+    cluster = {**IN_POD["cluster"], "num_workers": 2, "weight_transport": "nccl"}
+    sets = {
+        **IN_POD,
+        "cluster": cluster,
+        "parallel.tensor_ranks": 2,
+        "snapshot.background": True,
+        "trainer.trace_steps": [3],
+    }
+    look_close(finished(tmp_path, sets), undisturbed)
     run = tmp_path / "runs" / "tiny"
     assert events_of(run, "export.verified")
+    assert [row["transport"] for row in events_of(run, "weights.read")] == ["gloo"] * 5
+    assert not events_of(run, "weights.slot_used")
+    begun, saved = events_of(run, "snapshot.begun"), events_of(run, "snapshot.saved")
+    assert begun and [row["step"] for row in begun] == [row["step"] for row in saved]
+    (trace,) = events_of(run, "trace.written")
+    assert trace["step"] == 3
 
 
 @pytest.mark.parametrize("phase", ["train", pytest.param("handover", marks=pytest.mark.variant)])
@@ -218,16 +230,18 @@ def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(
     assert read_story(tmp_path / "runs" / "tiny") == undisturbed
 
 
-@pytest.mark.parametrize("update", ["drain", "continue"])
-def test_rollouts_run_while_the_policy_trains(tmp_path: Path, update: str) -> None:
-    """Each batch is at most one version behind; with `continue` a completion may have two."""
+@pytest.mark.parametrize(("update", "ranks"), [("drain", 1), ("continue", 2)])
+def test_rollouts_run_while_the_policy_trains(tmp_path: Path, update: str, ranks: int) -> None:
+    """Each batch is at most one version behind; with `continue` a completion may have two. One rank
+    trains, or two that share layers."""
     sets = {
         **IN_POD,
         "trainer.steps": 6,
         "rollout.max_staleness": 1,
         "rollout.weight_update": update,
         "rollout.ignore_eos": True,
-        "cluster": {**IN_POD["cluster"], "colocated": False},
+        "parallel.tensor_ranks": ranks,
+        "cluster": {**IN_POD["cluster"], "num_workers": ranks, "colocated": False},
     }
     story = finished(tmp_path, sets)
     assert len(story.steps) == 6

@@ -89,24 +89,33 @@ def test_an_engine_of_two_ranks_gives_what_one_gives(tmp_path: Path, undisturbed
 
 
 @pytest.mark.parametrize(
-    "worker", ["engine-0.1", pytest.param("engine-0", marks=pytest.mark.variant)]
+    ("worker", "action"),
+    [
+        ("engine-0.1", "kill_worker"),
+        ("engine-0.1", "stop_worker"),
+        pytest.param("engine-0", "kill_worker", marks=pytest.mark.variant),
+    ],
 )
-def test_a_killed_rank_ends_its_engine_which_comes_back_with_all_ranks(
-    tmp_path: Path, undisturbed: Path, worker: str
+def test_a_lost_rank_ends_its_engine_which_comes_back_with_all_ranks(
+    tmp_path: Path, undisturbed: Path, worker: str, action: Any
 ) -> None:
-    """What was asked of it is asked again, and has the same tokens."""
+    """Killed, or standing still. What was asked of it is asked again, and has the same tokens."""
     fault = Fault(
         point="event",
         match="phase.started rollout",
         number=2,
-        action="kill_worker",
+        action=action,
         worker=worker,
     )
-    same_steps(finished(tmp_path, CUT, fault=fault), read_story(undisturbed))
+    sets = {**CUT, "cluster": {**CUT["cluster"], "hang_s": 6.0}}
+    same_steps(finished(tmp_path, sets, fault=fault), read_story(undisturbed))
     run = tmp_path / "runs" / "tiny"
     (lost,) = events_of(run, "engine.lost")
     assert lost["engine"] == "engine-0"
-    assert worker == "engine-0" or "rank 1" in lost["cause"]
+    if action == "stop_worker":
+        assert "no progress of the engine for 6 s" in lost["cause"]
+    elif worker != "engine-0":
+        assert "rank 1" in lost["cause"]
     (back,) = events_of(run, "engine.rejoined")
     assert back["version"] == 1, "the version that the trainer has registered"
     assert not events_of(run, "retry.run_restarted")
@@ -220,5 +229,5 @@ def test_a_rank_that_is_lost_in_a_phase_change_is_named_and_its_engine_comes_bac
     assert not events_of(run, "retry.run_restarted")
 
 
-def test_a_run_over_an_engine_of_two_ranks_learns(tmp_path: Path) -> None:
-    check_learned(finished(tmp_path, {**CUT, **LEARNS}))
+def test_a_run_whose_trainer_and_engine_have_two_ranks_learns(tmp_path: Path) -> None:
+    check_learned(finished(tmp_path, {**TOGETHER, **LEARNS}))

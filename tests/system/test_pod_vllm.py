@@ -1,6 +1,7 @@
 """A run in a pod whose engine is vLLM, with a real etcd, shared memory, and two members in network
-namespaces that run the native engine and read versions by TCP. It learns from the rollouts of both
-kinds of engines; the loss of a member costs its rollouts alone. Without root it has no members."""
+namespaces that run the native engine and read versions by TCP. Two ranks that share layers learn
+from the rollouts of both kinds of engines; the loss of a member costs its rollouts alone. Without
+root it has no members."""
 
 from __future__ import annotations
 
@@ -50,11 +51,12 @@ def settings(reward: str, options: dict[str, Any], **cluster: Any) -> dict[str, 
         "rollout.completions_per_prompt": 8,
         # vLLM tells the log-prob after temperature alone: that which the trainer compares with
         "rollout.temperature": 0.9,
+        "parallel.tensor_ranks": 2,
         "rewards": {"workers": 1, "parts": [{**part, "limit_s": DEADLINE_S}]},
         "engine": {"kind": "vllm", "max_running": 64, "vllm": vllm},
         "cluster": {
             "kind": "pod",
-            "num_workers": 1,
+            "num_workers": 2,
             "engine_workers": 1,
             "hang_s": 120.0,
             "progress_tokens": 2,
@@ -160,7 +162,7 @@ def test_versions_and_leases_are_in_etcd(learned: Learned) -> None:
     rows = [json.loads(value) for key, (value, _) in sorted(last.items()) if "/versions/" in key]
     assert sorted(row["version"] for row in rows) == list(range(STEPS + 1))
     assert {(row["epoch"], row["state"]) for row in rows} == {(1, "committed")}
-    roles = {"driver": "driver", "worker-0": "trainer"}
+    roles = {"driver": "driver", "worker-0": "trainer", "worker-1": "trainer"}
     if not learned.why_no_members:
         roles |= {"member-a": "member", "member-b": "member"}
     found: dict[str, str] = {}

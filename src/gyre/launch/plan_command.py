@@ -109,7 +109,7 @@ def plan_shape(request: PlanRequest) -> dict[str, Any]:
         mean_tokens=request.sequence_tokens,
         tokens_per_update=request.update_tokens,
         most_tokens_per_update=request.update_tokens,
-        parts=_parts(spec, cluster, dtype),
+        parts=_parts(spec, cluster),
     )
     settings = _settings(
         EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1
@@ -143,7 +143,7 @@ def plan_stages_for(
         check_matmul(inputs, cluster.gpu)
         job = replace(
             job_for(inputs, dtype, cluster),
-            parts=parts_for(config, stage, spec, cluster, dtype),
+            parts=parts_for(config, stage, spec, cluster),
             engines=engines_for(config, inputs, spec, dtype, cluster),
         )
         found[stage.name] = choose(job, cluster, fixed_by(config, request)), settings
@@ -157,11 +157,11 @@ def with_tensor_ranks(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def parts_for(
-    config: RunConfig, stage: Stage, spec: ModelSpec, cluster: GpuCluster, dtype: Dtype
+    config: RunConfig, stage: Stage, spec: ModelSpec, cluster: GpuCluster
 ) -> dict[int, RankPart]:
     """Return a rank's part of each model, by the tensor ranks that a run of the config takes."""
     found = {}
-    for ranks, part in _parts(spec, cluster, dtype).items():
+    for ranks, part in _parts(spec, cluster).items():
         if not takes(config, cluster, "parallel", ranks):
             continue
         if stage.trainer.moments == "8_bit" and not _has_parts_of_blocks(spec, ranks):
@@ -205,11 +205,8 @@ def takes(config: RunConfig, cluster: GpuCluster, section: str, ranks: int) -> b
     return True
 
 
-def _parts(spec: ModelSpec, cluster: GpuCluster, dtype: Dtype) -> dict[int, RankPart]:
-    """Return a rank's part of the model that is trained, where ranks may share layers. They have no
-    loss scaling."""
-    if dtype == "float16":
-        return {}
+def _parts(spec: ModelSpec, cluster: GpuCluster) -> dict[int, RankPart]:
+    """Return a rank's part of the model that is trained, where ranks may share layers."""
     parts = tensor_parts(spec, cluster.gpu.gpus_per_host)
     return {ranks: RankPart(model=part) for ranks, part in parts.items()}
 

@@ -48,11 +48,16 @@ def spec_named(which: str) -> ModelSpec:
     return replace(SPECS[which], context_tokens=96, head_dim=8)
 
 
-def start(**changes: object) -> Start:
+def start(*, num_slots: int = 0, **changes: object) -> Start:
     config = EngineConfig.model_validate({**SCARCE, "c_kernels": False, **changes})
     settings = config.model_dump(mode="json")
-    num_pages = config.num_pages
-    return Start(settings=settings, num_pages=num_pages, num_slots=0, version=1, eos_ids=())
+    return Start(
+        settings=settings,
+        num_pages=config.num_pages,
+        num_slots=num_slots,
+        version=1,
+        eos_ids=(),
+    )
 
 
 def request(name: str, length: int, max_tokens: int, **sampling: object) -> Request:
@@ -125,6 +130,22 @@ def test_two_ranks_choose_as_one(pair: RankPool, tmp_path: Path, which: str, ove
 @pytest.mark.slow
 def test_four_ranks_choose_as_one(ranks: RankPool, tmp_path: Path) -> None:
     check_choices(ranks, tmp_path, "qwen3", overlap=False)
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sequences_go_on_after_a_swap_as_in_one_rank(pair: RankPool, overlap: bool) -> None:
+    """Each rank has the KV of its own heads in host memory, under the same slots."""
+    spec = spec_named("qwen3")
+    asked = [request(f"r{number}", 9 + 5 * number, 40, temperature=1.0) for number in range(5)]
+    first_entry = start(overlap=overlap, num_slots=200, kv_host_bytes=1 << 20)
+    entries: list[Entry] = [first_entry, *map(Add.of, asked), Steps(count=400)]
+    one, kinds = played(alone(), spec, entries)
+    (first, its_kinds), (second, _) = pair.run(played, spec, entries)
+    assert first == second and its_kinds == kinds and "engine.resumed" in kinds, "none was swapped"
+    assert first.keys() == one.keys() and len(one) == 5
+    for key, chunks in one.items():
+        assert [chunk[0] for chunk in first[key]] == [chunk[0] for chunk in chunks], key
+        assert sum(len(chunk[0]) for chunk in chunks) == 40
 
 
 @st.composite

@@ -33,12 +33,12 @@ EIGHT = GpuCluster(gpus=8, gpu=find_gpu("h200"))
 APART = {"kind": "pod", "num_workers": 1, "engine_workers": 1, "colocated": False}
 
 
-def degrees(config: RunConfig, dtype: Any = "bfloat16") -> tuple[list[int], list[int]]:
+def degrees(config: RunConfig) -> tuple[list[int], list[int]]:
     """The trainer's, and an engine's, beside one."""
     (stage,), spec = plan_stages(config, "all"), WIDE
-    inputs = read_inputs(config, stage, model_numbers(spec), load_online(config), dtype=dtype)
-    parts = parts_for(config, stage, spec, EIGHT, dtype)
-    engines = engines_for(config, inputs, spec, dtype, EIGHT)
+    inputs = read_inputs(config, stage, model_numbers(spec), load_online(config), dtype="bfloat16")
+    parts = parts_for(config, stage, spec, EIGHT)
+    engines = engines_for(config, inputs, spec, "bfloat16", EIGHT)
     for ranks, engine in engines.items():
         assert engine.part is not None and engine.part.num_heads == 4 // ranks
     for ranks, part in parts.items():
@@ -69,16 +69,15 @@ def test_the_trainer_is_tried_with_ranks_that_a_run_takes(tmp_path, tables) -> N
     expected = accepted(tmp_path, "parallel", **ray, **tables)
     assert degrees(online(tmp_path, **tables))[0] == expected, "inline, which means Ray here"
     assert tables or expected == [2, 4]
-    assert degrees(online(tmp_path, **tables), "float16")[0] == []
 
 
 def test_8_bit_moments_are_tried_with_ranks_that_have_whole_blocks(tmp_path) -> None:
     config = online(tmp_path, trainer={"moments": "8_bit"})
     (stage,) = plan_stages(config, "all")
-    assert [*parts_for(config, stage, BLOCKS_PARTED, EIGHT, "bfloat16")] == [2]
+    assert [*parts_for(config, stage, BLOCKS_PARTED, EIGHT)] == [2]
     wide = online(tmp_path)
     (stage,) = plan_stages(wide, "all")
-    assert [*parts_for(wide, stage, BLOCKS_PARTED, EIGHT, "bfloat16")] == [2, 4]
+    assert [*parts_for(wide, stage, BLOCKS_PARTED, EIGHT)] == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,17 @@ from zero_cases import (
 )
 
 PLANNED = ("zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3")
+TENSOR = ("tensor4", "zero0_tensor2", "zero1_tensor2", "zero3_tensor2")
 
 
 def planned_layout(name: str, *, ranks: int = 4) -> Layout:
-    zero, shard_ranks = LAYOUTS[name].of("actor")
+    config = (LAYOUTS | TENSOR_LAYOUTS)[name]
+    zero, shard_ranks = config.of("actor")
     return Layout(
         gpus=ranks,
+        tensor_ranks=config.tensor_ranks,
         zero=zero,
-        shard_ranks=1 if zero == 0 else shard_ranks or ranks,
+        shard_ranks=1 if zero == 0 else shard_ranks or ranks // config.tensor_ranks,
         checkpointing="none",
         tokens_per_chunk=1000,
         offload_optimizer="none",
@@ -40,17 +43,20 @@ def planned_layout(name: str, *, ranks: int = 4) -> Layout:
     )
 
 
-@pytest.mark.parametrize("layout", PLANNED)
+@pytest.mark.parametrize("layout", [*PLANNED, *TENSOR])
 def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
     """Bytes of each component, planned and measured, and of every tensor that a rank has when
     nothing computes."""
-    model, planned = model_numbers(SPEC), planned_layout(layout)
+    planned, which = planned_layout(layout), "blocks_apart" if layout in TENSOR else "tied"
+    spec = SPECS[which]
+    model = model_part(spec, planned.tensor_ranks) if layout in TENSOR else model_numbers(spec)
     expected = state_bytes(model, "bfloat16", planned)
     expected |= {name: frozen_bytes(model, "bfloat16", planned) for name in ("reference", "reward")}
     own = Shards(zero=planned.zero, ranks=planned.shard_ranks)
     shards = {"actor": own, "reference": own, "reward": own}
     inputs = PlanInputs(
-        model=model,
+        model=model_numbers(spec),
+        trained_part=model if layout in TENSOR else None,
         objective="grpo",
         online=False,
         prompts_per_step=4,
@@ -59,15 +65,16 @@ def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
         max_completion_tokens=0,
         reference=True,
         reward_model=model,
-        ranks=4,
+        ranks=planned.data_ranks,
         shards=shards,
     )
     components = predict_components(inputs, dtype="bfloat16", page_tokens=16, kv_pages=0)
     assert {component.name: component.size_bytes for component in components} == expected, (
         "what a run is planned by"
     )
-    head_bytes = 4 * SPEC.hidden_size  # the reward model's, float32, which the plan does not count
-    for told, alive in ranks.run(alive_bytes, "grpo", dtype="bfloat16", layout=layout):
+    head_bytes = 4 * spec.hidden_size  # the reward model's, float32, which the plan does not count
+    results = ranks.run(alive_bytes, "grpo", dtype="bfloat16", layout=layout, spec=which)
+    for told, alive in results:
         assert sum(told.values()) == pytest.approx(alive, abs=1024), (
             "a tensor that no component has, or the reverse"
         )
@@ -121,28 +128,20 @@ def test_ranks_send_what_the_planner_says(ranks, layout):
     assert results[0]["measured"]["communication_wait_seconds"] > 0.0
 
 
-@pytest.mark.parametrize("layout", ["tensor4", "zero0_tensor2", "zero1_tensor2", "zero3_tensor2"])
+@pytest.mark.parametrize("layout", TENSOR)
 def test_ranks_that_share_layers_send_what_the_planner_says(ranks, layout):
     """The same with what a layer's ranks exchange. Padding of the rows, and runs of targets that do
     not divide, are sent beside it."""
-    config, spec = TENSOR_LAYOUTS[layout], SPECS["parted"]
-    tensor_ranks, zero = config.tensor_ranks, config.zero
-    data_ranks = 4 // tensor_ranks
+    planned, spec = planned_layout(layout), SPECS["parted"]
     sequences = batch_for(12, seed=0).sequences
     tokens = sum(len(one.tokens) for one in sequences)
     targets = sum(int(one.columns["loss_mask"].sum()) for one in sequences)
     job = replace(
         make_job("qwen3-0.6b", longest=32, update=tokens),
-        model=model_part(spec, tensor_ranks),
+        model=model_part(spec, planned.tensor_ranks),
         engine_model=model_numbers(spec),
         dtype="float32",
         target_share=targets / tokens,
-    )
-    planned = replace(
-        planned_layout("zero0"),
-        tensor_ranks=tensor_ranks,
-        zero=zero,
-        shard_ranks=data_ranks if zero else 1,
     )
     expected: dict[str, int] = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
     for name, size in sent_bytes(job, planned).items():

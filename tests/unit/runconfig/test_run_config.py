@@ -594,6 +594,14 @@ POD = {"kind": "pod", "colocated": False}
             {"cluster": {"kind": "ray"}, "parallel": {"tensor_ranks": 4}},
             "the part of the model that its trainer has",
         ),
+        (
+            {
+                "cluster": {"kind": "ray"},
+                "parallel": {"tensor_ranks": 2},
+                "engine": {"batch_invariant": True},
+            },
+            "equal bits are not shown on Ray, set cluster.kind = 'pod'",
+        ),
         ({"cluster": {"kind": "pod", "num_workers": 3}}, "a multiple of 2, or cluster.engine_wo"),
         ({"cluster": POD | {"weight_transport": "nccl"}}, "'shm' or 'cuda-ipc'"),
         ({"cluster": POD | {"members_address": "127.0.0.1:0"}}, "have one rank"),

@@ -54,7 +54,7 @@ def test_gradients_equal_one_process(ranks, kind, layout):
     assert results[0][1] == pytest.approx(norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero3", "zero3_once"])
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "zero3_once", "zero1_tensor2"])
 @pytest.mark.parametrize("tokens_per_chunk", [16, 45, 10_000])
 def test_any_split_into_chunks_gives_the_same_gradient(pair, layout, tokens_per_chunk):
     expected, _ = of_one_process(gradients, "grpo", tokens_per_chunk=10_000)
@@ -272,7 +272,7 @@ def test_8_bit_products_of_parked_components_and_of_the_reference(pair, layout):
     assert all(np.array_equal(a, b) for a, b in zip(ours[:9], theirs[:9], strict=True))
 
 
-@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3", "zero1_tensor2"])
 def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
     expected, state = of_one_process(overflowed)
     results = pair.run(overflowed, layout=layout)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from gyre.core.errors import ConfigError
+from gyre.core.errors import ConfigError, InputError
 from gyre.core.events import Emit
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.core.seeds import derive_seed
@@ -196,6 +197,9 @@ class StageRuntime:
                 )
                 scored = decoder, head
                 files.callback(reward_weights.close)
+            for source in (weights, reward_weights):
+                if isinstance(source, Checkpoint) and self._group is not None:
+                    refuse_other_weights(self._group, source)
             self.trainer = NativeTrainer(
                 decoder=policy.decoder,
                 objective=stage.objective,
@@ -462,6 +466,20 @@ def outside_tolerance_bytes(config: RunConfig, *, has_trainer: bool) -> int:
     shares = config.cluster.kind == "pod" and config.cluster.colocated
     with_group = has_trainer and shares and config.engine.tensor_ranks > 1
     return config.memory.outside_tolerance_bytes + (ENGINE_GROUP_BYTES if with_group else 0)
+
+
+def refuse_other_weights(group: RankGroup, weights: Checkpoint) -> None:
+    """Raise InputError on every rank unless all have opened the same weights. Collective."""
+    told = group.share([platform.node(), weights.origin, weights.sample_digest()])
+    if len({digest for _, _, digest in told}) > 1:
+        ranks = "; ".join(
+            f"rank {rank} ({host}): {origin} is {digest[:12]}"
+            for rank, (host, origin, digest) in enumerate(told)
+        )
+        raise InputError(
+            f"the ranks have different weights to begin with: {ranks}",
+            hint="give all nodes one folder on a disk that they share, or copy it again",
+        )
 
 
 def refuse_hosts(hosts: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ run touches only its own pages."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from gyre.models.hub.folders import CONFIG_FILE, find_folder
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 
+SAMPLE = 64  # numbers at either end of a tensor by which checkpoints are told apart
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -54,6 +56,18 @@ class Checkpoint:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.spec.parameter_shapes()
+
+    def sample_digest(self) -> str:
+        """Return a digest of the model's sizes and of a few numbers of each stored tensor. Training
+        changes nearly all numbers, so it tells versions of a model apart without reading them."""
+        digest = hashlib.sha256(repr(self.spec).encode())
+        for name, stored in sorted(self._tensors.items()):
+            size = math.prod(stored.shape)
+            digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
+            for first in (0, max(size - SAMPLE, 0)):
+                sample_N = read_run(stored, first, min(first + SAMPLE, size))
+                digest.update(sample_N.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     @torch.no_grad()
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:

@@ -18,6 +18,7 @@ from gyre.planner.search.search import SearchResult
 from gyre.planner.search.speed import StepTime
 
 TABLES: dict[str, Sequence[Advice]] = {"strategy matrix": MATRIX, "decision tree": TREE}
+HEADS = {"strategy matrix": ": model size, GPU count, strategy"}
 HERE, INDENT = "▸", "    "
 TERMS = {
     "compute_s": "computation",
@@ -36,12 +37,8 @@ def advice_text(choice: SearchResult, columns: int = COLUMNS) -> str:
     blocks = []
     for one in choice.advised:
         rows = TABLES[one.source]
-        width = max(len(row.case) for table in TABLES.values() for row in table)
-        lines = [f"  {one.source}"]
-        lines += [
-            f"  {HERE if row is one.advice else ' '} {row.case:<{width}}  {row.says}"
-            for row in rows
-        ]
+        lines = [f"  {one.source}{HEADS.get(one.source, '')}"]
+        lines += [f"  {HERE if row is one.advice else ' '} {_line(row)}" for row in rows]
         told = textwrap.fill(
             verdict(choice, one), columns, initial_indent=INDENT + "→ ",
             subsequent_indent=INDENT + "  ", break_on_hyphens=False,
@@ -50,11 +47,20 @@ def advice_text(choice: SearchResult, columns: int = COLUMNS) -> str:
     return "\n".join(blocks)
 
 
+def _line(row: Advice) -> str:
+    """Return a line in the reference's words, and whether we have what it says."""
+    tables = [other for table in TABLES.values() for other in table]
+    case, gpus = (max(len(getattr(other, name)) for other in tables) for name in ("case", "gpus"))
+    count = f"{row.gpus:<{gpus}}  " if row.gpus else ""
+    return f"{row.case:<{case}}  {count}{row.says}{'' if row.built else ' (not built)'}"
+
+
 def advice_mapping(choice: SearchResult) -> list[dict[str, Any]]:
     return [
         {
             "source": one.source,
             "case": one.advice.case,
+            "gpus": one.advice.gpus,
             "says": one.advice.says,
             "followed": one.followed,
             "verdict": verdict(choice, one),

@@ -25,8 +25,10 @@ class Advice:
 
     below: float  # the line holds below (the matrix) or up to (the tree) so much
     case: str
+    gpus: str = ""  # how many the reference names, in the matrix
     says: str
     follows: Callable[[Layout, int], bool]  # of a layout, with so many GPUs in a host
+    built: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +49,35 @@ def _largest_group(layout: Layout, per_host: int) -> bool:
     return layout.tensor_ranks == min(LARGEST_GROUP, per_host)
 
 
-# by model size, in parameters
+# by model size, in parameters; models beyond 500B take the last dense line
 MATRIX = (
-    Advice(below=7e9, case="< 7B", says="DP only", follows=_no_tensor),
-    Advice(below=30e9, case="7B-30B", says="TP=8, DP=N/8", follows=_largest_group),
-    Advice(below=100e9, case="30B-100B", says="TP=8, PP=2-4, DP=remaining", follows=_largest_group),
+    Advice(below=7e9, case="<7B", gpus="1-8", says="DP only", follows=_no_tensor),
+    Advice(below=30e9, case="7B-30B", gpus="8-64", says="TP=8, DP=N/8", follows=_largest_group),
+    Advice(
+        below=100e9,
+        case="30B-100B",
+        gpus="64-512",
+        says="TP=8, PP=2-4, DP=remaining",
+        follows=_largest_group,
+    ),
     Advice(
         below=float("inf"),
-        case="≥ 100B",
+        case="100B-500B",
+        gpus="512-4096",
         says="TP=8, PP=8-16, DP=remaining",
         follows=_largest_group,
     ),
+    Advice(
+        below=0.0,  # of no dense model
+        case="MoE (any)",
+        gpus="Varies",
+        says="Add EP matching expert count",
+        follows=lambda layout, per_host: False,
+        built=False,
+    ),
 )
-# by how many times the states of one copy are a GPU's memory
+# by how many times the states of one copy are a GPU's memory; up to twice takes the line of 2-4x,
+# the first of those that do not fit
 TREE = (
     Advice(
         below=1.0,
@@ -69,20 +87,20 @@ TREE = (
     ),
     Advice(
         below=4.0,
-        case="1-4 × over",
-        says="ZeRO-2 + gradient checkpointing",
+        case="2-4x over",
+        says="ZeRO-2 + Gradient Checkpointing",
         follows=lambda layout, _: layout.zero == 2 and layout.checkpointing != "none",
     ),
     Advice(
         below=10.0,
-        case="4-10 × over",
+        case="4-10x over",
         says="ZeRO-3",
         follows=lambda layout, _: layout.zero == 3,
     ),
     Advice(
         below=float("inf"),
-        case="> 10 × over",
-        says="ZeRO-3 + offload or more GPUs",
+        case=">10x over",
+        says="ZeRO-3 + Offload (or add more GPUs)",
         follows=lambda layout, _: layout.zero == 3,  # where it fits as it is, there are more GPUs
     ),
 )

@@ -4,6 +4,7 @@ memory is its own ledger's."""
 
 from __future__ import annotations
 
+import platform
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from beside_cases import TURN, Given, ring
+from beside_cases import TURN, Given, begun, ring
 from gyre.core.errors import ConfigError
 from gyre.launch.factories import make_facts
 from gyre.launch.placement.stage_runtime import refuse_hosts
 from gyre.launch.stage_plan import plan_run
 from gyre.launch.stages import plan_stages
+from gyre.models.decoder import Decoder
+from gyre.models.hub.load import export_hub
+from gyre.models.init import init_weights
+from gyre.runconfig.run_config import RunConfig
 from rank_pool import RankPool
 from trainer_cases import assert_close
 from unit.data.test_examples import TOKENIZER
@@ -152,6 +158,30 @@ def test_two_engines_of_two_ranks_beside_shards(
             array.size for name, array in seen[0]["weights"].items() if ".master." in name
         )
         assert part_bytes < 0.6 * whole_bytes
+
+
+def exported(folder: Path, one: Given, seed: int) -> str:
+    """A folder with a model of the run's sizes."""
+    spec = make_facts(RunConfig.model_validate_json(one.config_json), TOKENIZER).spec
+    decoder = Decoder(spec, device=torch.device("cpu"), dtype=torch.float32)
+    init_weights(decoder, seed)
+    export_hub(decoder, folder, dtype=torch.float32, tokenizer_files=None)
+    return str(folder)
+
+
+def test_ranks_that_have_other_weights_to_begin_with_are_refused(
+    pair: RankPool, tmp_path: Path
+) -> None:
+    """As on nodes of which one has an older version of the model. A copy is the same."""
+    one = given(tmp_path / "run", 2, tensor_ranks=2)
+    first, copy, older = (
+        exported(tmp_path / name, one, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert pair.run(begun, one, [first, copy]) == ["", ""]
+    told = pair.run(begun, one, [first, older])
+    assert told[0] == told[1] and told[0].startswith("the ranks have different weights")
+    assert f"rank 0 ({platform.node()}): {first} is " in told[0]
+    assert f"rank 1 ({platform.node()}): {older} is " in told[0] and "one folder" in told[0]
 
 
 def test_ranks_of_an_engine_on_several_hosts_are_refused() -> None:

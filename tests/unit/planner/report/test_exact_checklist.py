@@ -63,11 +63,11 @@ def test_advice_by_size() -> None:
         assert [advice.says for advice in found] == [below, there]
     assert [tree_for(over).says for over in (1, 1.01, 4, 4.01, 10, 10.01)] == [
         "DP only, ZeRO-1",
-        "ZeRO-2 + gradient checkpointing",
-        "ZeRO-2 + gradient checkpointing",
+        "ZeRO-2 + Gradient Checkpointing",
+        "ZeRO-2 + Gradient Checkpointing",
         "ZeRO-3",
         "ZeRO-3",
-        "ZeRO-3 + offload or more GPUs",
+        "ZeRO-3 + Offload (or add more GPUs)",
     ]
 
 
@@ -113,7 +113,7 @@ def test_the_line_of_memory() -> None:
     over = 18e9 / int(0.92 * (12 << 30))
     assert (
         f"are {over:.2f} ×" in twice
-        and "tree says ZeRO-2 + gradient checkpointing;" in twice
+        and "tree says ZeRO-2 + Gradient Checkpointing;" in twice
         and over > 1.5
     )
     missing = line(

@@ -17,7 +17,7 @@ from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.memory_model.peaks import host_bytes_of
 from gyre.planner.model_zoo import SHAPES, find_shape
 from gyre.planner.report.describe import as_mapping, describe, reasons
-from gyre.planner.search.advice import strategy_for, tree_for
+from gyre.planner.search.advice import MATRIX, TREE, strategy_for, tree_for
 from gyre.planner.search.candidates import Fixed, GpuCluster, judge, layouts
 from gyre.planner.search.search import choose
 from gyre.planner.search.speed import chunks_per_update, sent_bytes, step_time
@@ -270,10 +270,19 @@ def test_advice_is_the_references() -> None:
     ]
     assert [tree_for(over).says for over in (0.5, 3, 8, 20)] == [
         "DP only, ZeRO-1",
-        "ZeRO-2 + gradient checkpointing",
+        "ZeRO-2 + Gradient Checkpointing",
         "ZeRO-3",
-        "ZeRO-3 + offload or more GPUs",
+        "ZeRO-3 + Offload (or add more GPUs)",
     ]
+    assert [(line.case, line.gpus) for line in MATRIX] == [
+        ("<7B", "1-8"),
+        ("7B-30B", "8-64"),
+        ("30B-100B", "64-512"),
+        ("100B-500B", "512-4096"),
+        ("MoE (any)", "Varies"),
+    ]
+    assert [line.case for line in TREE] == ["fits", "2-4x over", "4-10x over", ">10x over"]
+    assert [line.case for line in MATRIX if not line.built] == ["MoE (any)"]
 
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b", "llama-3-70b"])

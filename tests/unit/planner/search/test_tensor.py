@@ -274,7 +274,8 @@ def test_advice_that_is_not_taken_names_the_cost_that_made_the_difference() -> N
     text = advice_text(choice)
     assert text.count("▸") == 2 and "▸ 7B-30B" in text
     for advice in (*MATRIX, *TREE):
-        assert advice.says in text
+        assert advice.says in text and advice.gpus in text
+    assert "MoE (any)   Varies    Add EP matching expert count (not built)" in text
 
 
 def test_advice_that_cannot_be_taken() -> None:

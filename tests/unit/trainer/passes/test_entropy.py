@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from gyre.core.records import Checkpointing, Support, TrainBatch
+from gyre.core.records import Checkpointing, TrainBatch
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.models.decoder import Decoder
 from gyre.objectives.config import GrpoConfig
-from trainer_cases import CPU, SPEC, make_batch, make_decoder, make_trainer
+from trainer_cases import CPU, SPEC, make_batch, make_decoder, make_trainer, truncated
 from unit.trainer.passes.test_recompute import by_oracle
 
 COEF = 0.3
@@ -27,7 +27,7 @@ CONFIGS = {  # nothing but the bonus has a gradient: advantages are 0
 }
 
 
-def entropy_batch(*, truncated: bool) -> TrainBatch:
+def entropy_batch(*, narrow: bool) -> TrainBatch:
     """Rollouts of an engine far away, so that ratios and weights are far from 1."""
     rng, sequences = np.random.default_rng(4), []
     for index, sequence in enumerate(make_batch(6, seed=2).sequences):
@@ -42,17 +42,8 @@ def entropy_batch(*, truncated: bool) -> TrainBatch:
             name: column if column.dtype == bool else column.astype(np.float32)
             for name, column in columns.items()
         }
-        support = None
-        if truncated:
-            allowed = rng.random((int(mask.sum()), SPEC.vocab_size)) < 0.3
-            allowed[np.arange(len(allowed)), sequence.tokens[mask]] = True
-            offsets = np.concatenate([[0], allowed.sum(1).cumsum()])
-            support = Support(
-                offsets=offsets.astype(np.int64), ids=allowed.nonzero()[1].astype(np.int32)
-            )
-        sequences.append(
-            replace(sequence, columns=columns, support=support, temperature=0.6 + index / 5)
-        )
+        given = truncated(sequence, rng) if narrow else sequence
+        sequences.append(replace(given, columns=columns, temperature=0.6 + index / 5))
     return TrainBatch(sequences=tuple(sequences), step=0)
 
 
@@ -109,12 +100,12 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "truncated"])
+@pytest.mark.parametrize("narrow", [False, True], ids=["whole", "truncated"])
 @pytest.mark.parametrize("level", CONFIGS)
 @pytest.mark.parametrize("mode", get_args(Checkpointing))
-def test_the_gradient_is_the_exact_one(mode: Checkpointing, level: str, truncated: bool) -> None:
+def test_the_gradient_is_the_exact_one(mode: Checkpointing, level: str, narrow: bool) -> None:
     """float32, by the C kernels where there is no truncation, by torch where there is."""
-    batch = entropy_batch(truncated=truncated)
+    batch = entropy_batch(narrow=narrow)
     want = explicit_gradients(make_decoder(torch.float64), batch, CONFIGS[level].aggregation)
     got, ratio = update_gradients(batch, level, checkpointing=mode)
     assert abs(ratio - 1.0) > 0.2, "the sample is off policy, and no ratio may weigh the entropy"
@@ -125,7 +116,7 @@ def test_the_gradient_is_the_exact_one(mode: Checkpointing, level: str, truncate
 @pytest.mark.parametrize("level", CONFIGS)
 def test_a_forward_pass_that_is_given_has_it_too(level: str) -> None:
     """As in batch-invariant mode, where the engine's kernels compute the forward pass."""
-    batch = entropy_batch(truncated=False)
+    batch = entropy_batch(narrow=False)
     want = explicit_gradients(make_decoder(torch.float64), batch, CONFIGS[level].aggregation)
     got, _ = update_gradients(batch, level, logprobs=by_oracle)
     for name, grad in want.items():
@@ -133,13 +124,13 @@ def test_a_forward_pass_that_is_given_has_it_too(level: str) -> None:
 
 
 def test_a_bfloat16_model_has_it_to_rounding() -> None:
-    batch, narrow = entropy_batch(truncated=False), make_decoder(torch.bfloat16)
+    batch, decoder = entropy_batch(narrow=False), make_decoder(torch.bfloat16)
     wide = Decoder(SPEC, device=CPU, dtype=torch.float64)
     with torch.no_grad():
-        for mine, theirs in zip(wide.parameters(), narrow.parameters(), strict=True):
+        for mine, theirs in zip(wide.parameters(), decoder.parameters(), strict=True):
             mine.copy_(theirs)
     want = explicit_gradients(wide, batch, "token")
-    got, _ = update_gradients(batch, "token", dtype=torch.bfloat16, decoder=narrow)
+    got, _ = update_gradients(batch, "token", dtype=torch.bfloat16, decoder=decoder)
     assert (
         relative(
             *(torch.cat([grads[name].flatten().double() for name in want]) for grads in (got, want))
@@ -152,7 +143,5 @@ def test_a_bfloat16_model_has_it_to_rounding() -> None:
 
 def test_the_bonus_raises_the_entropy() -> None:
     trainer = make_trainer("grpo", objective=CONFIGS["sequence"], learning_rate=3e-3)
-    entropies = [
-        trainer.step_now(entropy_batch(truncated=False)).metrics["entropy"] for _ in range(8)
-    ]
+    entropies = [trainer.step_now(entropy_batch(narrow=False)).metrics["entropy"] for _ in range(8)]
     assert entropies == sorted(entropies) and entropies[-1] > 1.1 * entropies[0]
