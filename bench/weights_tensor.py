@@ -27,7 +27,7 @@ part of 8.2 GB, 4.5 GB of them from the other GPU. A swap of one large tensor wa
 GB/s with its undo copy and check: 0.18 s at 60 GB/s, and 0.05 s for small tensors, cut columns and
 the sums that ranks share. So 0.23 s, 36 GB/s of part. The all-gather receives 8.2 GB per GPU at 300
 GB/s: 0.027 s, so a share of 0.12 of its time, and 0.07 by received bytes. At 32B an engine rank
-reads 43.8 GB: 0.9 s, and the same shares.
+reads 43.8 GB: 0.9 s, and the same shares. docs/lab-notes/pod.md says what it came to, and why.
 """
 
 from __future__ import annotations
