@@ -17,6 +17,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from choice_cases import Chosen, choose_many, chosen_by_ranks, scored_by_ranks
+from collective_cases import (
+    every_collective,
+    expected_of_all,
+    numbers_of,
+    rows_of,
+    run_all,
+    sent_rows,
+)
 from float8_cases import products
 from gyre.core.records import Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
@@ -61,18 +69,9 @@ def by_itself(group: RankGroup, case: Any, *args: Any, **settings: Any) -> Any:
 
 
 def in_a_graph(group: RankGroup) -> dict[str, Any]:
-    """Capture collectives once, replay them on other numbers."""
-    given_N = torch.zeros(8, device=group.device)
-    summed_N, gathered_N = torch.zeros_like(given_N), torch.zeros(16, device=group.device)
-    out_N, other = torch.zeros_like(given_N), 1 - group.rank
-
-    def run() -> None:
-        summed_N.copy_(given_N)
-        group.all_reduce(summed_N)
-        group.all_gather(gathered_N, given_N)
-        group.begin_point_to_point({other: given_N}, {other: out_N})()
-
-    run()  # the first of a kind makes its buffers
+    """Run every collective, capture all once, and replay them on other numbers."""
+    given_N = numbers_of(group)
+    plain = every_collective(group, given_N)  # the first of a kind makes its buffers
     torch.cuda.synchronize()
     group.traffic.take()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -80,23 +79,35 @@ def in_a_graph(group: RankGroup) -> dict[str, Any]:
         group.capturing() as captured,
         torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
     ):
-        run()
+        outs = run_all(group, given_N)
     results = []
     for turn in range(3):
-        given_N.copy_(torch.arange(8.0) + 100 * group.rank + turn)
+        given_N.copy_(numbers_of(group, turn))
         graph.replay()
         group.traffic.replayed(captured)
-        results.append([x_N.tolist() for x_N in (summed_N, gathered_N, out_N)])
-    return {"results": results, "sent": dict(group.traffic.take().bytes_by_kind)}
+        results.append([x_N.tolist() for x_N in outs])
+    return {
+        "plain": plain,
+        "results": results,
+        "sent": dict(group.traffic.take().bytes_by_kind),
+    }
 
 
 def test_collectives_are_captured_and_replayed(pair: RankPool) -> None:
     for rank, found in enumerate(pair.run(in_a_graph)):
-        for turn, (summed, gathered, received) in enumerate(found["results"]):
-            rows = [[column + 100.0 * one + turn for column in range(8)] for one in (0, 1)]
-            assert summed == [sum(pair_) for pair_ in zip(*rows, strict=True)]
-            assert gathered == [*rows[0], *rows[1]] and received == rows[1 - rank]
-        assert found["sent"] == {"all_reduce": 3 * 32, "all_gather": 3 * 32, "send": 3 * 32}
+        assert found["plain"] == expected_of_all(rank)
+        assert found["results"] == [expected_of_all(rank, turn) for turn in range(3)]
+        kinds = {"all_reduce": 2 * 16, "all_gather": 16, "reduce_scatter": 8, "send": 16}
+        once = {**kinds, "all_to_all": (3 if rank == 0 else 2) * 4}
+        assert found["sent"] == {kind: 3 * sent for kind, sent in once.items()}
+
+
+@pytest.mark.parametrize("counts", [[[2, 0], [5, 1]], [[0, 0], [0, 3]], [[0, 4], [0, 0]]])
+def test_uneven_rows_reach_every_rank(pair: RankPool, counts: list[list[int]]) -> None:
+    for rank, found in enumerate(pair.run(sent_rows, counts, 3)):
+        expected = [row for one in (0, 1) for row in rows_of(one, rank, counts[one][rank], 3)]
+        assert found["rows"] == torch.tensor(expected, dtype=torch.float64).tolist()
+        assert found["sent"] == {"all_to_all": counts[rank][1 - rank] * 3 * 8}
 
 
 def summed_by_peers(group: RankGroup, rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collective_cases import every_collective, expected_of_all, numbers_of, rows_of, sent_rows
 from gyre.distributed.process_group import RankGroup, alone
 from rank_pool import RankPool
 
@@ -20,21 +21,6 @@ LARGE = 1 << 20  # numbers; more than what a socket holds of a send that nobody 
 COUNTS = st.lists(
     st.lists(st.integers(0, 5), min_size=2, max_size=2), min_size=2, max_size=2
 )  # rows that rank i sends to rank j
-
-
-def rows_of(sender: int, receiver: int, count: int, width: int) -> list[list[float]]:
-    first = 1000.0 * sender + 100.0 * receiver
-    return [[first + row + 0.1 * column for column in range(width)] for row in range(count)]
-
-
-def sent_rows(group: RankGroup, counts: list[list[int]], width: int) -> dict[str, Any]:
-    own = counts[group.rank]
-    rows = [row for to in range(group.size) for row in rows_of(group.rank, to, own[to], width)]
-    x_TE = torch.tensor(rows, dtype=torch.float64).view(sum(own), width)
-    received = group.exchange_counts(own)
-    group.traffic.take()
-    out_TE = group.all_to_all(x_TE, own, received)
-    return {"rows": out_TE.tolist(), "sent": dict(group.traffic.take().bytes_by_kind)}
 
 
 @settings(max_examples=25)
@@ -79,31 +65,16 @@ def test_a_late_rank_is_waited_for(pair: RankPool) -> None:
     assert [found["received"] for found in pair.run(crossed)] == [True] * 2
 
 
-def every_collective(group: RankGroup) -> list[list[float]]:
-    """What each returns of ranks' different numbers."""
-    own_N, rank, other = torch.arange(4.0) + 10 * group.rank, group.rank, 1 - group.rank
-    summed_N, gathered_N, largest_N = own_N.clone(), torch.empty(8), own_N.clone()
-    group.all_reduce(summed_N)
-    group.all_reduce(largest_N, "max")
-    group.all_gather(gathered_N, own_N)
-    scattered_N = group.reduce_scatter(own_N.clone())
-    sent, received = ([1, 3], [1, 2]) if rank == 0 else ([2, 2], [3, 2])
-    moved_TE = group.all_to_all(own_N.view(4, 1), sent, received)
-    received_N = torch.empty(4)
-    group.begin_point_to_point({other: own_N}, {other: received_N})()
-    found = summed_N, largest_N, gathered_N, scattered_N, moved_TE.flatten(), received_N
-    return [x_N.tolist() for x_N in found]
-
-
 def bare(group: RankGroup) -> dict[str, Any]:
     group.traffic.take()
-    plain, counted = every_collective(group), group.traffic.take()
+    own_N = numbers_of(group)
+    plain, counted = every_collective(group, own_N), group.traffic.take()
     with group.capturing() as captured:
-        inside = every_collective(group)
+        inside = every_collective(group, own_N)
     between = group.traffic.take()
     group.traffic.replayed(captured)
     group.traffic.replayed(captured)
-    after = every_collective(group)
+    after = every_collective(group, own_N)
     return {
         "plain": plain,
         "inside": inside,
@@ -117,12 +88,8 @@ def bare(group: RankGroup) -> dict[str, Any]:
 
 def test_the_bare_path_gives_the_same_and_counts_by_replay(pair: RankPool) -> None:
     for rank, found in enumerate(pair.run(bare)):
-        rows = [0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]
-        summed = [10.0, 12.0, 14.0, 16.0]
-        assert found["plain"][:4] == [summed, rows[1], [*rows[0], *rows[1]], summed[2 * rank :][:2]]
-        moved = [[0.0, 10.0, 11.0], [1.0, 2.0, 3.0, 12.0, 13.0]]
-        assert found["plain"][4:] == [moved[rank], rows[1 - rank]]
-        assert found["inside"] == found["plain"] == found["after"]
+        expected = expected_of_all(rank)
+        assert found["inside"] == found["plain"] == found["after"] == expected
         assert found["waited"] and found["between"] == ({}, 0.0)
         kinds = {"all_reduce": 2 * 16, "all_gather": 16, "reduce_scatter": 8, "send": 16}
         assert found["counted"] == {**kinds, "all_to_all": (3 if rank == 0 else 2) * 4}
