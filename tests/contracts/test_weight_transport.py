@@ -18,7 +18,7 @@ from gyre.weights.swap import VersionBump
 from gyre.weights.tensor_source import LiveTensors
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, LIVE_SCHEMES, SHM, TCP, host_id
 from gyre.weights.transports.opened import PartOpener, Reading, open_shards
-from gyre.weights.transports.part_layout import Stretch, part_bytes
+from gyre.weights.transports.part_layout import PartRange, part_bytes
 from gyre.weights.transports.tcp_server import PartServer
 from offers import FailAt, Fault, offer_of
 from part_cases import (
@@ -108,8 +108,8 @@ def test_tensors_arrive_to_the_bit(publish, reading, sharded):
         assert same(tensors, expected)
 
 
-def stretches_of(start: int, stop: int) -> tuple[Stretch, ...]:
-    return (Stretch(start=start, stop=stop, at=0),)
+def stretches_of(start: int, stop: int) -> tuple[PartRange, ...]:
+    return (PartRange(start=start, stop=stop, at=0),)
 
 
 @pytest.mark.parametrize("step", [64, 192, 960])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gyre.kernels.checksum import Run, checksums
+from gyre.kernels.checksum import SummedRun, checksums
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,7 @@ def test_runs_sum_as_on_a_cpu(dtype, count, start):
     raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
     values_N = raw.view(dtype)
     on_gpu, here = (
-        checksums([Run(values_N=one, start=start)]) for one in (values_N.cuda(), values_N)
+        checksums([SummedRun(values_N=one, start=start)]) for one in (values_N.cuda(), values_N)
     )
     assert on_gpu.tolist() == here.tolist()
 
@@ -33,7 +33,7 @@ def test_columns_sum_as_on_a_cpu(columns, start):
     whole_RC = torch.randn(100, 1500).bfloat16()
     run_N = whole_RC[:, slice(*columns)].reshape(-1)[start:].contiguous()
     place = {"start": start, "columns": columns, "num_columns": 1500}
-    on_gpu, here = (checksums([Run(values_N=one, **place)]) for one in (run_N.cuda(), run_N))
+    on_gpu, here = (checksums([SummedRun(values_N=one, **place)]) for one in (run_N.cuda(), run_N))
     assert on_gpu.tolist() == here.tolist()
 
 
@@ -46,6 +46,8 @@ def test_runs_of_any_size_are_summed_at_once():
         dtype = (torch.bfloat16, torch.float32, torch.bfloat16, torch.uint8, torch.float64)[kind]
         values_N = torch.randint(0, 200, (count,)).to(dtype)
         columns = (3, 3 + 1 + number) if number % 2 else None
-        runs.append(Run(values_N=values_N, start=7 * number, columns=columns, num_columns=300))
+        runs.append(
+            SummedRun(values_N=values_N, start=7 * number, columns=columns, num_columns=300)
+        )
     on_gpu = checksums([replace(run, values_N=run.values_N.cuda()) for run in runs])
     assert on_gpu.tolist() == checksums(runs).tolist()

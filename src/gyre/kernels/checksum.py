@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,16 +30,16 @@ from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.library import CHECKSUM_WORDS, ChecksumLibrary, load_checksum
 from gyre.kernels.dispatch import has_triton
 
+if TYPE_CHECKING:
+    from gyre.kernels.gpu.checksum import WordRun
+
 BLOCK_WORDS = 1024  # that one weight M covers; the C and Triton forms have the same
 PIECE_WORDS = 1 << 18  # of the torch form
 ALL_BITS = (1 << 64) - 1
 
 
-WordRun = tuple[Tensor, int, int, int, int]  # words; their start, left, width, columns
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class SummedRun:
     """A contiguous run of a tensor. `start`: its first number in the tensor, or in `columns` of one
     with `num_columns`."""
 
@@ -61,10 +62,10 @@ class Run:
 
 def checksum(values_N: Tensor) -> Tensor:
     """Return the sum of a whole tensor, flat, as an int64 scalar on its device."""
-    return checksums([Run(values_N=values_N)])[0]
+    return checksums([SummedRun(values_N=values_N)])[0]
 
 
-def checksums(runs: Sequence[Run]) -> Tensor:
+def checksums(runs: Sequence[SummedRun]) -> Tensor:
     """Return the sum of each run, R of int64 on their device, without waiting for it."""
     device = runs[0].values_N.device
     if not has_triton(device):

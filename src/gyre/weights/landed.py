@@ -85,7 +85,7 @@ class Keeper:
         self._num_kept = 0
 
     def keep(self) -> Iterator[list[str]]:
-        """Copy tensors in their order. Yields the names of those whose copies were begun."""
+        """Copy tensors in their order. Yields the names of those that are being copied."""
         while self._num_kept < len(self._pairs):
             pairs, size_bytes = list[tuple[str, Tensor, Tensor]](), 0
             for pair in self._pairs[self._num_kept :]:
@@ -112,7 +112,7 @@ class Keeper:
 class CopyOrder:
     """The order of what happens to buckets: kept, copied over, summed. On a GPU a stream of its own
     keeps and sums, while the caller's stream copies. A copy waits for the keeping of its tensors,
-    and the sums of a bucket are begun with the copy of the next one."""
+    and a bucket is summed with the copy of the next one."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams: tuple[Any, Any] | None = None  # of the copies, and the other

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Manifest, Segment, TensorEntry
-from gyre.kernels.checksum import Run, as_hex, checksums
+from gyre.kernels.checksum import SummedRun, as_hex, checksums
 from gyre.kernels.checksum import checksum as sum_of
 from gyre.weights.shards import ShardLayout
 
@@ -103,9 +103,9 @@ def find_faults(
     return faults
 
 
-def segment_run(entry: TensorEntry, segment: Segment, values_N: Tensor) -> Run:
+def segment_run(entry: TensorEntry, segment: Segment, values_N: Tensor) -> SummedRun:
     """Return a segment's numbers, or the first of them, as a run to be summed."""
-    return Run(
+    return SummedRun(
         values_N=values_N.contiguous(),  # a column of a matrix is flat, and has a stride
         start=segment.start,
         columns=segment.columns,

@@ -19,9 +19,9 @@ from gyre.core.records import TensorEntry
 from gyre.weights.boxes import views
 from gyre.weights.tensor_part import TensorPart
 from gyre.weights.transports.part_layout import (
+    PartRange,
     ReadBucket,
     ReadPiece,
-    Stretch,
     Wanted,
     all_numbers,
     dtype_of,
@@ -45,7 +45,7 @@ class PlannedBucket:
     """A bucket, and the views of the engine's tensors that it overwrites."""
 
     read: ReadBucket
-    following: tuple[Stretch, ...]  # of the next bucket of its owner
+    following: tuple[PartRange, ...]  # of the next bucket of its owner
     homes: list[Tensor]
     values: tuple[tuple[ReadPiece, bool, tuple[ValueView, ...]], ...]  # True: of some columns
     names: frozenset[str]
@@ -121,10 +121,10 @@ def _addresses_of(own: Mapping[str, Tensor]) -> dict[str, tuple[int, torch.Size,
     return {name: (tensor.data_ptr(), tensor.shape, tensor.dtype) for name, tensor in own.items()}
 
 
-def _next_stretches(reads: Sequence[ReadBucket]) -> list[tuple[Stretch, ...]]:
+def _next_stretches(reads: Sequence[ReadBucket]) -> list[tuple[PartRange, ...]]:
     """Return for each bucket the stretches of the next one of its owner."""
-    found: list[tuple[Stretch, ...]] = []
-    later: dict[int, tuple[Stretch, ...]] = {}  # by owner
+    found: list[tuple[PartRange, ...]] = []
+    later: dict[int, tuple[PartRange, ...]] = {}  # by owner
     for read in reversed(reads):
         found.append(later.get(read.owner, ()))
         later[read.owner] = read.stretches
@@ -133,7 +133,7 @@ def _next_stretches(reads: Sequence[ReadBucket]) -> list[tuple[Stretch, ...]]:
 
 def _place(
     read: ReadBucket,
-    following: tuple[Stretch, ...],
+    following: tuple[PartRange, ...],
     own: Mapping[str, Tensor],
     held: TensorPart | None,
 ) -> PlannedBucket:

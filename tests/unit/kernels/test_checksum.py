@@ -14,7 +14,7 @@ from gyre.kernels import checksum as module
 from gyre.kernels.checksum import (
     ALL_BITS,
     BLOCK_WORDS,
-    Run,
+    SummedRun,
     checksum,
     checksums,
     sum_words_plainly,
@@ -66,7 +66,7 @@ def test_the_sum_is_the_definition(dtype, view):
     words = [word & mask for word in values_N.view(view).tolist()]
     assert int(checksum(values_N)) & ALL_BITS == by_hand(words)
     start = 900  # numbers
-    shifted = int(checksums([Run(values_N=values_N, start=start)])) & ALL_BITS
+    shifted = int(checksums([SummedRun(values_N=values_N, start=start)])) & ALL_BITS
     assert shifted == by_hand(words, start * dtype.itemsize // view.itemsize)
 
 
@@ -95,7 +95,7 @@ def test_c_and_torch_agree(name, size_bytes, count, start, left, width, beside):
 
 def test_without_a_compiler_the_sum_is_the_same(monkeypatch):
     values_N = numbers(300_000, torch.bfloat16)  # two pieces
-    run = Run(values_N=values_N, start=7)
+    run = SummedRun(values_N=values_N, start=7)
     expected = checksums([run])
     monkeypatch.setattr(module, "_library", lambda: Unavailable(reason="no compiler"))
     assert torch.equal(checksums([run]), expected)
@@ -118,7 +118,7 @@ def test_the_sums_of_any_cut_add_up_to_the_tensors(dtype, rows, columns, cuts, b
         ends = sorted({0, len(band_N), *(round(cut * len(band_N)) for cut in cuts)})
         for start, stop in itertools.pairwise(ends):
             given_columns = None if (left, right) == (0, columns) else (left, right)
-            run = Run(
+            run = SummedRun(
                 values_N=band_N[start:stop],
                 start=start,
                 columns=given_columns,

@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gyre.kernels.checksum import WordRun  # which imports this file when it is needed
-
 BLOCK = 1024  # words that one weight M covers
 BLOCKS = 16  # of a program
 VECTOR_BYTES = 16  # that a thread loads at once
+WordRun = tuple[Tensor, int, int, int, int]  # words; their start, left, width, columns
 Rows = tuple[int, int, int, int, int]  # address, first word, words of a row, rows, words between
 
 

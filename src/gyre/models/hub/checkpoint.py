@@ -59,7 +59,7 @@ class Checkpoint:
 
     def sample_digest(self) -> str:
         """Return a digest of the model's sizes and of a few numbers of each stored tensor. Training
-        changes nearly all numbers, so it tells versions of a model apart without reading them."""
+        changes nearly all numbers, so versions of a model differ in it without being read whole."""
         digest = hashlib.sha256(repr(self.spec).encode())
         for name, stored in sorted(self._tensors.items()):
             size = math.prod(stored.shape)

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gyre.core.offers import RegisteredPart
-from gyre.weights.transports.part_layout import PlacedSegment, Stretch
+from gyre.weights.transports.part_layout import PartRange, PlacedSegment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,10 +70,10 @@ class PartReader(Protocol):
 
     def read(
         self,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[PartRange],
         out_N: Tensor,
         *,
-        next_stretches: Sequence[Stretch] = (),
+        next_stretches: Sequence[PartRange] = (),
     ) -> None:
         """Fill the stretches' places in `out_N`; the bytes are there when this returns.
         `next_stretches`: of the next read, which the publisher may prepare meanwhile. SnapshotError
@@ -86,7 +86,7 @@ class PartReader(Protocol):
         ...
 
     def lend(
-        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+        self, stretches: Sequence[PartRange], *, next_stretches: Sequence[PartRange] = ()
     ) -> Tensor:
         """Return a bucket in memory of the reader's own, valid for what the current stream is given
         before the next call. Errors as of `read`."""
@@ -107,6 +107,6 @@ class LendsNothing:
     lends_bytes = 0
 
     def lend(
-        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+        self, stretches: Sequence[PartRange], *, next_stretches: Sequence[PartRange] = ()
     ) -> Tensor:
         raise AssertionError("it lends no bytes")

@@ -42,8 +42,8 @@ from gyre.weights.transports.device.group_part import GroupPart, JoinedGroups
 from gyre.weights.transports.device.slot_behind import SlotBehind
 from gyre.weights.transports.device.staged_part import StagedPart
 from gyre.weights.transports.part_layout import (
+    PartRange,
     PlacedSegment,
-    Stretch,
     dtype_of,
     part_bytes,
     place_part,
@@ -286,7 +286,7 @@ class OpenTensors(Mapping[str, Tensor]):
         bytes_N = reader.view(placed.start, placed.stop)
         if bytes_N is None:
             bytes_N = torch.empty(placed.stop - placed.start, dtype=torch.uint8)
-            reader.read([Stretch(start=placed.start, stop=placed.stop, at=0)], bytes_N)
+            reader.read([PartRange(start=placed.start, stop=placed.stop, at=0)], bytes_N)
         values_N = bytes_N.view(dtype_of(placed.entry))
         verify_segment(self._manifest, placed.entry, placed, values_N)
         return values_N

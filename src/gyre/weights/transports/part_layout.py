@@ -65,7 +65,7 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class PartRange:
     """Consecutive bytes of a part, and their place in a bucket: both begin at lines of 64 bytes."""
 
     start: int  # byte of the part
@@ -78,19 +78,19 @@ class Stretch:
         return self.at + self.stop - self.start
 
 
-def bucket_size(stretches: Sequence[Stretch]) -> int:
+def bucket_size(stretches: Sequence[PartRange]) -> int:
     """Return the bytes of a bucket with these stretches."""
     return stretches[-1].end if stretches else 0
 
 
 def cut_stretches(
-    stretches: Sequence[Stretch], most_bytes: int
-) -> list[tuple[int, tuple[Stretch, ...]]]:
+    stretches: Sequence[PartRange], most_bytes: int
+) -> list[tuple[int, tuple[PartRange, ...]]]:
     """Cut a bucket into smaller ones of at most `most_bytes`, a multiple of 64. Each comes with the
     byte of the whole bucket where it begins."""
     assert most_bytes > 0 and most_bytes % ALIGN_BYTES == 0
-    cuts: list[tuple[int, tuple[Stretch, ...]]] = []
-    base, held = 0, list[Stretch]()
+    cuts: list[tuple[int, tuple[PartRange, ...]]] = []
+    base, held = 0, list[PartRange]()
     for one in stretches:
         at = one.at
         while at < one.end:
@@ -101,7 +101,7 @@ def cut_stretches(
                 base = at
             end = min(one.end, base + most_bytes)
             first = one.start + at - one.at
-            held.append(Stretch(start=first, stop=first + end - at, at=at - base))
+            held.append(PartRange(start=first, stop=first + end - at, at=at - base))
             at = end
     if held:
         cuts.append((base, tuple(held)))
@@ -129,7 +129,7 @@ class ReadBucket:
     """Stretches of one part that are read at once."""
 
     owner: int
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[PartRange, ...]
     pieces: tuple[ReadPiece, ...]
 
     @property
@@ -148,8 +148,8 @@ def plan_reads(
     bucket_bytes: int,
     wanted: Callable[[int], Wanted] = lambda owner: all_numbers,
 ) -> tuple[ReadBucket, ...]:
-    """Plan to read every wanted number once, in buckets of at most `bucket_bytes`. What nobody
-    wants is left out of a bucket. Owners take turns, so that no one's link waits for another's.
+    """Plan to read every wanted number once, in buckets of at most `bucket_bytes`. What is not
+    wanted is left out of a bucket. Owners take turns, so that no one's link waits for another's.
     `wanted` is asked for each owner's part."""
     assert bucket_bytes >= ALIGN_BYTES
     plans = [_plan_part(entries, owner, bucket_bytes, wanted(owner)) for owner in range(num_owners)]
@@ -183,7 +183,7 @@ class _Filling:
     def __init__(self, owner: int) -> None:
         self._owner = owner
         self.pieces: list[ReadPiece] = []
-        self._stretches: list[Stretch] = []
+        self._stretches: list[PartRange] = []
 
     def place(self, at: int) -> int:
         """Return the byte of the bucket where the part's byte `at` would be."""
@@ -206,7 +206,7 @@ class _Filling:
             self._stretches[-1] = replace(self._stretches[-1], stop=end)
             return
         before = at % ALIGN_BYTES
-        self._stretches.append(Stretch(start=at - before, stop=end, at=start - before))
+        self._stretches.append(PartRange(start=at - before, stop=end, at=start - before))
 
     def close(self) -> ReadBucket:
         return ReadBucket(

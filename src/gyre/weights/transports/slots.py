@@ -13,7 +13,7 @@ from torch import Tensor
 from gyre.core.errors import InputError
 from gyre.weights.transports.contracts import LendsNothing
 from gyre.weights.transports.mapped import MappedFile
-from gyre.weights.transports.part_layout import Stretch
+from gyre.weights.transports.part_layout import PartRange
 from gyre.weights.transports.slot_header import (
     HEADER_BYTES,
     SlotHeader,
@@ -134,10 +134,10 @@ class SharedMemoryPart(LendsNothing):
 
     def read(
         self,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[PartRange],
         out_N: Tensor,
         *,
-        next_stretches: Sequence[Stretch] = (),
+        next_stretches: Sequence[PartRange] = (),
     ) -> None:
         for one in stretches:
             out_N[one.at : one.end].copy_(self.view(one.start, one.stop))

@@ -22,7 +22,7 @@ from gyre.weights.transports.addresses import PartAddress
 from gyre.weights.transports.contracts import LendsNothing
 from gyre.weights.transports.part_layout import (
     ALIGN_BYTES,
-    Stretch,
+    PartRange,
     bucket_size,
     cut_stretches,
 )
@@ -89,10 +89,10 @@ class TcpPart(LendsNothing):
 
     def read(
         self,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[PartRange],
         out_N: Tensor,
         *,
-        next_stretches: Sequence[Stretch] = (),
+        next_stretches: Sequence[PartRange] = (),
     ) -> None:
         out = memoryview(cast(Any, out_N.numpy()))
         share = ceil_div(bucket_size(stretches), len(self._connections))
@@ -141,7 +141,7 @@ class TcpPart(LendsNothing):
         return connection
 
     def _read_share(
-        self, connection: socket.socket, stretches: Sequence[Stretch], out: memoryview
+        self, connection: socket.socket, stretches: Sequence[PartRange], out: memoryview
     ) -> None:
         for one in stretches:
             for start in range(one.start, one.stop, PIECE_BYTES):

@@ -19,17 +19,17 @@ from gyre.weights.transports.device.control import (
     unpack_request,
 )
 from gyre.weights.transports.device.live_server import can_fill
-from gyre.weights.transports.part_layout import Stretch, bucket_size, cut_stretches
+from gyre.weights.transports.part_layout import PartRange, bucket_size, cut_stretches
 
 LINES = st.integers(0, 1 << 20).map(lambda line: 64 * line)
 
 
 @st.composite
-def buckets(draw) -> tuple[Stretch, ...]:
+def buckets(draw) -> tuple[PartRange, ...]:
     """Stretches at lines of 64 bytes, one behind the other."""
     stretches, at = [], 0
     for start, size_bytes in draw(st.lists(st.tuples(LINES, st.integers(1, 500)), min_size=1)):
-        stretches.append(Stretch(start=start, stop=start + size_bytes, at=at))
+        stretches.append(PartRange(start=start, stop=start + size_bytes, at=at))
         at = -(-stretches[-1].end // 64) * 64
     return tuple(stretches)
 
@@ -64,7 +64,7 @@ def test_what_fits_is_a_bucket(stretches):
     assert can_fill(stretches, size_bytes) and not can_fill(stretches, size_bytes - 1)
 
 
-ONE, NEXT = Stretch(start=64, stop=200, at=0), Stretch(start=640, stop=704, at=192)
+ONE, NEXT = PartRange(start=64, stop=200, at=0), PartRange(start=640, stop=704, at=192)
 
 
 @pytest.mark.parametrize(

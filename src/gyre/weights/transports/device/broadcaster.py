@@ -23,7 +23,7 @@ from gyre.core.events import Emit
 from gyre.distributed.init import hold_store
 from gyre.weights.transports.device.broadcast_group import BroadcastGroup, GroupSeat
 from gyre.weights.transports.device.live_part import CurrentPart
-from gyre.weights.transports.part_layout import Stretch
+from gyre.weights.transports.part_layout import PartRange
 
 
 class GroupMember(Protocol):
@@ -214,7 +214,7 @@ class Broadcaster:
                 group.wait(works.pop(0), **limits)
             room_N = rooms[number % 2][: min(self._bucket_bytes, size_bytes - start)]
             with self._current.reading(**wanted) as part:
-                part.fill([Stretch(start=start, stop=start + len(room_N), at=0)], room_N)
+                part.fill([PartRange(start=start, stop=start + len(room_N), at=0)], room_N)
             works.append(group.begin(room_N))
         for work in works:
             group.wait(work, **limits)

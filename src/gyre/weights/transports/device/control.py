@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from gyre.core.errors import DeadlineError, GyreError, InputError, SnapshotError
 from gyre.weights.transports.addresses import PartAddress
-from gyre.weights.transports.part_layout import Stretch
+from gyre.weights.transports.part_layout import PartRange
 
 OPEN, SEAT, FILL, CHECK = range(1, 5)
 STAGING_BUCKETS = 3  # of each reader: one lent, one filled, and one that may be copied from still
@@ -46,7 +46,7 @@ class ControlRequest:
     part_bytes: int = 0
     first: int = 0  # open: the scheme; check: whether the reader has all
     reader: bytes = bytes(ID_BYTES)  # differs for each process, and after a group was lost
-    stretches: tuple[Stretch, ...] = ()  # fill: of one bucket
+    stretches: tuple[PartRange, ...] = ()  # fill: of one bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def unpack_request(data: bytes) -> ControlRequest:
         first=first,
         reader=reader,
         stretches=tuple(
-            Stretch(start=start, stop=stop, at=at)
+            PartRange(start=start, stop=stop, at=at)
             for start, stop, at in _STRETCH.iter_unpack(data[REQUEST_BYTES:])
         ),
     )

@@ -31,7 +31,7 @@ from gyre.weights.transports.device.control import (
     ControlLink,
     ControlRequest,
 )
-from gyre.weights.transports.part_layout import Stretch
+from gyre.weights.transports.part_layout import PartRange
 
 
 class JoinedGroups:
@@ -146,10 +146,10 @@ class GroupPart(LendsNothing):
 
     def read(
         self,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[PartRange],
         out_N: Tensor,
         *,
-        next_stretches: Sequence[Stretch] = (),
+        next_stretches: Sequence[PartRange] = (),
     ) -> None:
         """Fill `out_N` with bytes that follow those read before. InputError for bytes that came
         before them: a broadcast is not repeated."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError, InputError
-from gyre.weights.transports.part_layout import PlacedSegment, Stretch, dtype_of, part_bytes
+from gyre.weights.transports.part_layout import PartRange, PlacedSegment, dtype_of, part_bytes
 
 
 class LivePart:
@@ -35,7 +35,7 @@ class LivePart:
         self.size_bytes = part_bytes(placed)
 
     @torch.no_grad()
-    def fill(self, stretches: Sequence[Stretch], out_N: Tensor) -> None:
+    def fill(self, stretches: Sequence[PartRange], out_N: Tensor) -> None:
         """Write the part's bytes to the stretches' places, rounded as in the slot. They are there
         when this returns. Bytes between two segments are left as they are."""
         pairs = [pair for stretch in stretches for pair in self._pairs(stretch, out_N)]
@@ -45,7 +45,7 @@ class LivePart:
         if out_N.is_cuda:
             torch.cuda.current_stream(out_N.device).synchronize()
 
-    def _pairs(self, stretch: Stretch, out_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, stretch: PartRange, out_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield views of a stretch's place, and the numbers that belong there."""
         start, stop, shift = stretch.start, stretch.stop, stretch.at - stretch.start
         for number in range(max(0, bisect_right(self._starts, start) - 1), len(self._placed)):

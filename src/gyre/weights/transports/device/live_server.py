@@ -49,7 +49,7 @@ from gyre.weights.transports.device.control import (
 )
 from gyre.weights.transports.device.cuda_ipc import CudaStaging, Staging
 from gyre.weights.transports.device.live_part import CurrentPart, LivePart
-from gyre.weights.transports.part_layout import ALIGN_BYTES, PlacedSegment, Stretch
+from gyre.weights.transports.part_layout import ALIGN_BYTES, PartRange, PlacedSegment
 
 BUCKET_BYTES = 64 << 20  # of device memory; a group has two, and a staged reader three
 MOST_READERS = 64
@@ -233,8 +233,8 @@ class LiveServer:
         return self._deadline_s
 
 
-def can_fill(stretches: Sequence[Stretch], bucket_bytes: int) -> bool:
-    """Return whether stretches lie behind each other, at lines of 64 bytes, in a bucket."""
+def can_fill(stretches: Sequence[PartRange], bucket_bytes: int) -> bool:
+    """Return whether stretches follow each other, at lines of 64 bytes, in a bucket."""
     end = 0
     for one in stretches:
         if one.at < end or one.start >= one.stop or one.at % ALIGN_BYTES or one.start % ALIGN_BYTES:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gyre.core.errors import GyreError
 from gyre.weights.transports.contracts import PartReader
-from gyre.weights.transports.part_layout import Stretch, bucket_size
+from gyre.weights.transports.part_layout import PartRange, bucket_size
 
 
 class SlotBehind:
@@ -39,10 +39,10 @@ class SlotBehind:
 
     def read(
         self,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[PartRange],
         out_N: Tensor,
         *,
-        next_stretches: Sequence[Stretch] = (),
+        next_stretches: Sequence[PartRange] = (),
     ) -> None:
         try:
             self._reader.read(stretches, out_N, next_stretches=next_stretches)
@@ -51,7 +51,7 @@ class SlotBehind:
             self._reader.read(stretches, out_N)
 
     def lend(
-        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+        self, stretches: Sequence[PartRange], *, next_stretches: Sequence[PartRange] = ()
     ) -> Tensor:
         if self._is_live:
             try:

@@ -4,7 +4,7 @@ In: its address, how such memory is opened. Out: a PartReader, which lends the b
     reader      Asks for bucket n + 1, copies bucket n out, asks for bucket n + 2.
     publisher   Rounds bucket n + 1 into the next staging bucket meanwhile.
 
-There are three, so that the copy of bucket n goes on while n + 1 is waited for and lent. A copy has
+There are three, so that bucket n may still be copied while n + 1 is waited for and lent. A copy has
 ended before its bucket is asked for again, and a fill before it is answered: each side waits for
 its own device, and neither for the other's.
 """
@@ -31,9 +31,9 @@ from gyre.weights.transports.device.control import (
     ControlRequest,
 )
 from gyre.weights.transports.device.cuda_ipc import Staging
-from gyre.weights.transports.part_layout import Stretch, bucket_size, cut_stretches
+from gyre.weights.transports.part_layout import PartRange, bucket_size, cut_stretches
 
-Fill = tuple[Stretch, ...]  # of one staging bucket
+Fill = tuple[PartRange, ...]  # of one staging bucket
 # (bytes, handle) → memory; InputError where it cannot be opened here
 OpenStaging = Callable[[int, bytes], Staging]
 
@@ -78,7 +78,7 @@ class StagedPart:
         return None
 
     def lend(
-        self, stretches: Sequence[Stretch], *, next_stretches: Sequence[Stretch] = ()
+        self, stretches: Sequence[PartRange], *, next_stretches: Sequence[PartRange] = ()
     ) -> Tensor:
         assert bucket_size(stretches) <= self.lends_bytes, "it does not fit a staging bucket"
         try:
@@ -89,10 +89,10 @@ class StagedPart:
 
     def read(
         self,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[PartRange],
         out_N: Tensor,
         *,
-        next_stretches: Sequence[Stretch] = (),
+        next_stretches: Sequence[PartRange] = (),
     ) -> None:
         cuts = cut_stretches(stretches, self.lends_bytes)
         after = [fill for _, fill in cuts[1:]] + [self._first_fill(next_stretches)]
@@ -111,7 +111,7 @@ class StagedPart:
         self._staging.close()
         self._link.close()
 
-    def _first_fill(self, stretches: Sequence[Stretch]) -> Fill:
+    def _first_fill(self, stretches: Sequence[PartRange]) -> Fill:
         """Return what is asked for first of a bucket that may be larger than the staging ones."""
         cuts = cut_stretches(stretches, self.lends_bytes)
         return cuts[0][1] if cuts else ()
