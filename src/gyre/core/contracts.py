@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
-from gyre.core.offers import Offer
+from gyre.core.offers import SOURCE_KINDS, Offer, SourceKind
 from gyre.core.records import (
     CommitPolicy,
     Component,
@@ -40,7 +40,6 @@ from gyre.core.records import (
 )
 
 COMMIT_POLICIES: tuple[CommitPolicy, ...] = ("drain", "keep_prefix", "continue")
-SOURCES = ("SharedStorage", "LocalTensors", "LocalShards", "FolderTensors", "RegisteredShards")
 MOST_TOP = 1 << 30  # no bound of its own
 
 
@@ -71,7 +70,7 @@ class EngineAbilities:
     # in host memory, and `commit` loads it
     prepares_on_device: bool = True
     # of these kinds (`core.offers`) an offer's source may be
-    sources: tuple[str, ...] = SOURCES
+    sources: tuple[SourceKind, ...] = SOURCE_KINDS
     sleep_levels: tuple[int, ...] = ()  # in which it can be parked instead of terminated
 
 

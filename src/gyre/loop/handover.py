@@ -14,7 +14,7 @@ from __future__ import annotations
 from gyre.core.contracts import CommitPolicy, EngineLifecycle, PolicyTrainer
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.events import Emit
-from gyre.core.offers import Offer, RegisteredShards
+from gyre.core.offers import Offer
 from gyre.loop.ports import VersionLog
 
 
@@ -114,6 +114,4 @@ class Handover:
 def is_damaged(offer: Offer, error: BaseException) -> bool:
     """Return whether receivers could not read what was registered, which its publisher still has.
     Pure."""
-    return isinstance(offer.source, RegisteredShards) and isinstance(
-        error, SnapshotError | InputError
-    )
+    return offer.registered is not None and isinstance(error, SnapshotError | InputError)
