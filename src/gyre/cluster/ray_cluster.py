@@ -335,7 +335,11 @@ class RayCluster:
 
     async def close(self) -> None:
         await self.stop_all()
-        await asyncio.to_thread(self._ray.shutdown)
+        await asyncio.to_thread(self.leave)
+
+    def leave(self) -> None:
+        """Leave Ray, or end it where this process started it. No worker is running any more."""
+        self._ray.shutdown()
 
     def _offer(self, spec: RoleSpec) -> str:
         """Return what was asked for and what there is, for an error."""
