@@ -249,7 +249,7 @@ def lead(
             failing.callback(connection.close)
             limit_s = max(LEAST_S, min(GREETING_S, ends_at - time.monotonic()))
             rank = _greeted(connection, token, limit_s)
-            if rank is None:  # somebody else on this host
+            if rank is None:  # another process of this host
                 connection.close()
                 emit("engine.stranger", peer=peer)
                 continue

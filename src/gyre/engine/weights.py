@@ -136,7 +136,7 @@ class EngineWeights:
         self.state.refuse(offer.manifest, reverts=reverts)
         if self.state.prepared == prepared:
             return
-        # what waits is freed first: two staged versions would take memory that nobody planned
+        # what waits is freed first: two staged versions would take memory that is not planned
         self.rollback()
         self.swap = receive(
             offer,

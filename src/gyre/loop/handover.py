@@ -107,7 +107,7 @@ class Handover:
         of the rollback is an event."""
         try:
             await self._lifecycle.rollback()
-        except Exception as error:  # noqa: BLE001  it is told
+        except Exception as error:  # noqa: BLE001  it is an event
             self._emit("warn.rollback_failed", step=step, error=repr(error))
 
 

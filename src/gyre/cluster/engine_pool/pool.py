@@ -599,7 +599,7 @@ class EnginePool:
         """Give a fresh engine the version that the others answer with. One whose tensors are gone
         by now gets the next version with the others."""
         if member.catching_up:
-            return  # whoever is at it looks again at what the others have
+            return  # the running task looks again at what the others have
         member.catching_up = True
         try:
             while member.state == "fresh" and (offer := self._published) is not None:
@@ -723,7 +723,7 @@ class EnginePool:
         try:
             await self._watchdog.guard(watched, calls, stall_limit)
         except Exception as error:  # noqa: BLE001
-            # a hang, or what kept it from being told: nobody watches any more
+            # a hang, or an error that hides one: the watch has ended
             self._break_off(error)
 
 

@@ -13,7 +13,7 @@ from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import WorkerLate, WorkerLost
 from gyre.core.liveness import decide
 
-# after one of these nobody knows what state the worker is in
+# after one of these the worker's state is unknown
 LOSSES = (WorkerLost, WorkerLate, WorkerFault)
 # keys of deadlines
 CALLS, STARTS, HANGS = "cluster.call_deadline_s", "cluster.start_deadline_s", "cluster.hang_s"
