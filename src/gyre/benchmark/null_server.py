@@ -14,7 +14,7 @@ import sys
 import httptools
 
 CHUNKS = 512
-MOST_S = 120.0  # it ends by itself, should nobody end it
+MOST_S = 120.0  # it ends by itself, if no one ends it
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 

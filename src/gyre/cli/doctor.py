@@ -25,7 +25,7 @@ EXTRAS = {
     "bitsandbytes": ("moments", 'trainer.moments = "8_bit"'),
     "pyarrow": ("data", 'data.source = "parquet"'),
 }
-HOST, PORT = "127.0.0.1", 8000  # where `gyre serve` listens unless told otherwise
+HOST, PORT = "127.0.0.1", 8000  # where `gyre serve` listens by default
 SPARE_FILES = 512  # for weights, sockets of engines and libraries
 ENOUGH_FILES = 1024 + SPARE_FILES  # below it a busy server runs out
 

@@ -61,6 +61,6 @@ def run_train(
     goal = result.get("goal")
     if goal is not None and not quiet:
         print(goal["verdict"], file=sys.stderr)
-    # what nobody judges was refused above
+    # a check of a run without a goal was refused above
     missed = check_goal and (goal is None or not goal["reached"])
     return {**result, "goal_missed": True} if missed else result

@@ -83,7 +83,7 @@ class ClusterGate:
             alone = self._ask(engines, phase, step)
         try:
             await self._watchdog.settle(f"phase {phase} of step {step}", ranks, self._calls)
-        except BaseException:  # a verdict on the ranks waits for no engine
+        except BaseException:  # a decision on the ranks waits for no engine
             for call in alone:
                 call.cancel()
             await asyncio.gather(*alone, return_exceptions=True)

@@ -57,7 +57,7 @@ class Actor:
     async def ask(self, number: int, method: str, *args: Any) -> Reply:
         await self._turn(number)
         work = asyncio.ensure_future(self._host.ask(method, args))
-        await asyncio.sleep(0)  # the call has begun before the next one does
+        await asyncio.sleep(0)  # the call has started before the next one does
         self._end_turn()
         return await work
 
@@ -137,7 +137,7 @@ class RayHandle:
         """Return the answer to be, with Ray's words for a dead process and for a call that never
         reached its object made ours; `on_fault` comes before the latter."""
         out: Future[Any] = Future()
-        out.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
+        out.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
 
         def done(answer: Future[Any]) -> None:
             from ray.exceptions import RayActorError
@@ -148,7 +148,7 @@ class RayHandle:
                 out.set_exception(
                     WorkerLost(f"worker {self.name} ({self.place}) is gone: {self._cause(error)}")
                 )
-            except Exception as error:  # noqa: BLE001  it belongs to whoever waits
+            except Exception as error:  # noqa: BLE001  it belongs to the waiting caller
                 on_fault()
                 out.set_exception(
                     WorkerFault(
@@ -335,7 +335,11 @@ class RayCluster:
 
     async def close(self) -> None:
         await self.stop_all()
-        await asyncio.to_thread(self._ray.shutdown)
+        await asyncio.to_thread(self.leave)
+
+    def leave(self) -> None:
+        """Leave Ray, or end it where this process started it. No worker is running any more."""
+        self._ray.shutdown()
 
     def _offer(self, spec: RoleSpec) -> str:
         """Return what was asked for and what there is, for an error."""

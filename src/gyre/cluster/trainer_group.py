@@ -63,7 +63,7 @@ class TrainerGroup:
         self._calls = StallLimit(key=CALLS, seconds=call_deadline_s)
         self._watchdog = Watchdog(handles, emit=emit, hang_s=hang_s, look_s=look_s)
         self._failed: RankError | None = None
-        self.version = 0  # whoever begins the ranks sets what they resume from
+        self.version = 0  # the starter of the ranks sets what they resume from
 
     # PolicyTrainer
     # ----------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class TrainerGroup:
                 self._raise_verdict(what, errors)
             return [task.result() for task in tasks]
         except RankError as error:
-            # what one rank alone did not do in time may hold up whoever asked, and no other
+            # what one rank alone did not do in time may hold up its caller, and no other
             if num_ranks is None:
                 self._failed = error
             raise

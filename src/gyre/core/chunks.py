@@ -92,7 +92,7 @@ class EngineVisit:
 
     engine: str
     sent_s: float
-    lost_s: float | None = None  # the engine was lost; another one goes on
+    lost_s: float | None = None  # the engine was lost; another one continues
 
 
 class TokenStream(AsyncIterator[TokenChunk]):

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
-from gyre.core.offers import Offer
+from gyre.core.offers import SOURCE_KINDS, Offer, SourceKind
 from gyre.core.records import (
     CommitPolicy,
     Component,
@@ -40,7 +40,6 @@ from gyre.core.records import (
 )
 
 COMMIT_POLICIES: tuple[CommitPolicy, ...] = ("drain", "keep_prefix", "continue")
-SOURCES = ("SharedStorage", "LocalTensors", "LocalShards", "FolderTensors", "RegisteredShards")
 MOST_TOP = 1 << 30  # no bound of its own
 
 
@@ -49,14 +48,14 @@ class EngineAbilities:
     """What an engine can do; the defaults are all of the contract."""
 
     engine: str  # its name and version, for people
-    # a draw depends on seed, completion and position alone: an interrupted completion goes on with
+    # a draw depends on seed, completion and position alone: an interrupted completion resumes with
     # the tokens that it would have had
     draws_by_position: bool = True
     # the log-prob of the plain softmax beside the processed one, whatever the sampling; without it
     # `raw_logprobs` is NaN where the two differ
     raw_logprobs: bool = True
-    truncation_sets: bool = True  # tells the tokens that top-k, top-p and min-p left choosable
-    most_top_logprobs: int = MOST_TOP  # best tokens told beside a chosen one
+    truncation_sets: bool = True  # returns the tokens that top-k, top-p and min-p left choosable
+    most_top_logprobs: int = MOST_TOP  # best tokens returned beside a chosen one
     prompt_logprobs: bool = True
     penalties: bool = True  # repetition, presence and frequency, as docs/sampling.md has them
     logit_bias: bool = True
@@ -64,14 +63,14 @@ class EngineAbilities:
     stop_strings: bool = True  # where it was built with a tokenizer
     priorities: bool = True
     deadlines: bool = True
-    traces: bool = True  # tells when each piece of a prompt was computed
+    traces: bool = True  # returns when each piece of a prompt was computed
     grammars: bool = False
     commit_policies: tuple[CommitPolicy, ...] = COMMIT_POLICIES
     # `prepare` puts the version beside the running one on the device; without it the version waits
     # in host memory, and `commit` loads it
     prepares_on_device: bool = True
     # of these kinds (`core.offers`) an offer's source may be
-    sources: tuple[str, ...] = SOURCES
+    sources: tuple[SourceKind, ...] = SOURCE_KINDS
     sleep_levels: tuple[int, ...] = ()  # in which it can be parked instead of terminated
 
 

@@ -1,15 +1,16 @@
 """Offers: a policy version that engines may have, and where its numbers are. In: a Manifest and one
 of six sources. Out: records that a trainer hands out and an engine takes.
 
-Only `weights.receive` distinguishes the sources. Tensors are borrowed: they are
-those of the version until the trainer's next step.
+The sources are told apart here alone, by the properties of an Offer; `weights.receive` alone takes
+each of them in its own way. Tensors are borrowed: they are those of the version until the trainer's
+next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gyre.core.records import Manifest
 
@@ -70,6 +71,17 @@ class RegisteredShards:
 WeightSource = (
     SharedStorage | LocalTensors | LocalShards | RemoteTensors | FolderTensors | RegisteredShards
 )
+# that an engine may take; RemoteTensors are fetched first, and then are LocalTensors
+SourceKind = Literal[
+    "SharedStorage", "LocalTensors", "LocalShards", "FolderTensors", "RegisteredShards"
+]
+SOURCE_KINDS: tuple[SourceKind, ...] = (
+    "SharedStorage",
+    "LocalTensors",
+    "LocalShards",
+    "FolderTensors",
+    "RegisteredShards",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,3 +96,47 @@ class Offer:
     @property
     def version(self) -> int:
         return self.manifest.version
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the source's class, for errors."""
+        return type(self.source).__name__
+
+    @property
+    def folder(self) -> FolderTensors | None:
+        return self.source if isinstance(self.source, FolderTensors) else None
+
+    @property
+    def registered(self) -> RegisteredShards | None:
+        return self.source if isinstance(self.source, RegisteredShards) else None
+
+    @property
+    def addressed(self) -> FolderTensors | RegisteredShards | None:
+        """Return the source if its address is enough: any process of the host can read it, each
+        tensor rank its own part."""
+        return self.folder or self.registered
+
+    @property
+    def is_per_rank(self) -> bool:
+        """Return whether it is of the trainer in this process: each tensor rank has its own."""
+        return isinstance(self.source, SharedStorage | LocalShards)
+
+    @property
+    def whole_tensors(self) -> Mapping[str, Any] | None:
+        """Return the whole tensors that this process holds, or None."""
+        if isinstance(self.source, SharedStorage | LocalTensors):
+            return self.source.tensors
+        return None
+
+    @property
+    def shards(self) -> Any:
+        """Return the part of this rank as a weights.gather.ShardSource, or None."""
+        return self.source.shards if isinstance(self.source, LocalShards) else None
+
+
+def kinds_for(*, shared: bool, reads_part: bool) -> tuple[SourceKind, ...]:
+    """Return the kinds that an engine may take. `shared`: it was built on its trainer's tensors.
+    `reads_part`: it has weights of its own, a tensor rank's part."""
+    if reads_part:
+        return ("FolderTensors", "RegisteredShards")
+    return tuple(kind for kind in SOURCE_KINDS if (kind == "SharedStorage") == shared)

@@ -82,10 +82,10 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     # no stop id is chosen, and no stop string looked for, before this many tokens
     min_tokens: int = 0
-    # What is told besides the tokens; always of the plain softmax ("raw"), whatever the rules
+    # What is returned besides the tokens; always of the plain softmax ("raw"), whatever the rules
     # above.
-    top_logprobs: int = 0  # best tokens told beside each chosen one
-    # None tells nothing, 0 the prompt tokens' own, k also the best k at each place
+    top_logprobs: int = 0  # best tokens returned beside each chosen one
+    # None: nothing, 0: the prompt tokens' own, k: also the best k at each place
     prompt_logprobs: int | None = None
 
     @property
@@ -409,7 +409,7 @@ class EngineStats:
     pages_total: int
     version: int
     swaps_out: int = 0  # preemptions that kept the KV in host memory
-    swaps_in: int = 0  # of these, gone on with
+    swaps_in: int = 0  # of these, resumed
     recomputed_tokens: int = 0  # computed a second time after a preemption
     host_pages_used: int = 0
     host_pages_total: int = 0

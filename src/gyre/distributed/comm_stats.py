@@ -85,7 +85,7 @@ class Traffic:
             yield
             end.record()
             self._events.append((begin, end))
-            if len(self._events) > MOST_EVENTS:  # nobody has taken them for long
+            if len(self._events) > MOST_EVENTS:  # they were not taken for long
                 self._add_reached()
             return
         started_s = time.perf_counter()

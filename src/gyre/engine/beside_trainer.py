@@ -164,7 +164,7 @@ class RankBesideTrainer:
             play_message(message, self._worker, self._group, self._own_offer)
             if isinstance(message, EndCore):
                 self._life.close()
-        except Exception as error:  # noqa: BLE001  by its type the guard tells a lost rank
+        except Exception as error:  # noqa: BLE001  by its type the guard recognizes a lost rank
             self._fail(cause_of(error))
 
     def _fail(self, error: BaseException) -> NoReturn:

@@ -93,8 +93,8 @@ class CoreWorker:
     ) -> None:
         self.core: EngineCore | None = None  # None while not started
         self.failure = ""  # why the core broke
-        self.must_answer = False  # it broke, and nobody was told yet
-        self.in_a_hurry = False  # somebody waits for this thread: a burst should end after its step
+        self.must_answer = False  # it broke, and this is not reported yet
+        self.in_a_hurry = False  # a caller waits for this thread: a burst should end after its step
         self.weights = EngineWeights(
             decoder, shared=shared_weights, version=version, device=device, emit=emit
         )
@@ -377,7 +377,7 @@ class CoreWorker:
         for name in names:
             before = self.memory.tier(name)
             works = self.core is not None and not self.failure
-            if name == WEIGHTS or self.core is None:  # no entry of the journal tells the followers
+            if name == WEIGHTS or self.core is None:  # no journal entry reaches the followers
                 with self._together():
                     self._lead(MoveComponent(component=name, tier=tier))
             if works:

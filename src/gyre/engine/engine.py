@@ -188,7 +188,7 @@ class NativeEngine:
         try:
             await self.frontend.on_compute(partial(self.worker.prepare, offer, reverts=reverts))
         except CoreFailed:
-            self.frontend.poke()  # whoever waits is answered
+            self.frontend.poke()  # the waiting callers are answered
             raise
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
@@ -254,7 +254,7 @@ class NativeEngine:
         try:
             await self.frontend.on_compute(self.worker.commit, version, policy)
         except CoreFailed:
-            self.frontend.poke()  # whoever waits is answered
+            self.frontend.poke()  # the waiting callers are answered
             raise
 
     # -- reasons

@@ -39,7 +39,7 @@ from gyre.engine.scheduler.journal import (
     Start,
 )
 from gyre.models.decoder import Decoder
-from gyre.weights.receive import is_own, refuse_local
+from gyre.weights.receive import refuse_local
 
 WHAT = "the engine's steps"
 LOOPBACK = "127.0.0.1"
@@ -62,11 +62,10 @@ class PrepareVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def of(offer: Offer, *, reverts: bool) -> PrepareVersion:
         """InputError for a version that another process cannot read."""
         refuse_local(offer)
-        source = offer.source
         return PrepareVersion(
             manifest=offer.manifest,
-            folder=source if isinstance(source, FolderTensors) else None,
-            registered=source if isinstance(source, RegisteredShards) else None,
+            folder=offer.folder,
+            registered=offer.registered,
             reverts=reverts,
         )
 
@@ -194,7 +193,7 @@ class Followers:
                 raise
 
     def prepare(self, offer: Offer, *, reverts: bool) -> None:
-        if self._have_trainers and is_own(offer):
+        if self._have_trainers and offer.is_per_rank:
             self.send(PrepareOwn(version=offer.version, reverts=reverts))
             return
         self.send(PrepareVersion.of(offer, reverts=reverts))
@@ -250,7 +249,7 @@ def lead(
             failing.callback(connection.close)
             limit_s = max(LEAST_S, min(GREETING_S, ends_at - time.monotonic()))
             rank = _greeted(connection, token, limit_s)
-            if rank is None:  # somebody else on this host
+            if rank is None:  # another process of this host
                 connection.close()
                 emit("engine.stranger", peer=peer)
                 continue

@@ -16,10 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gyre.core.contracts import SOURCES
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
-from gyre.core.offers import Offer
+from gyre.core.offers import Offer, SourceKind, kinds_for
 from gyre.memory.pools.cuda_vmm import is_present
 from gyre.models.decoder import Decoder
 from gyre.models.hub.verified import open_verified
@@ -34,7 +33,7 @@ from gyre.weights.protocol import (
     SwapDone,
     SwapFailed,
 )
-from gyre.weights.receive import PART_SOURCES, receive
+from gyre.weights.receive import receive
 from gyre.weights.swap import Swap
 from gyre.weights.tensor_part import TensorPart
 from gyre.weights.tensor_source import TensorSource
@@ -84,11 +83,10 @@ class EngineWeights:
         return not self.state.is_whole
 
     @property
-    def sources(self) -> tuple[str, ...]:
+    def sources(self) -> tuple[SourceKind, ...]:
         """Return the kinds of offers that can be taken."""
-        if self._held is not None and not self.shared:
-            return PART_SOURCES
-        return tuple(source for source in SOURCES if (source == "SharedStorage") == self.shared)
+        reads_part = self._held is not None and not self.shared
+        return kinds_for(shared=self.shared, reads_part=reads_part)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -138,7 +136,7 @@ class EngineWeights:
         self.state.refuse(offer.manifest, reverts=reverts)
         if self.state.prepared == prepared:
             return
-        # what waits is freed first: two staged versions would take memory that nobody planned
+        # what waits is freed first: two staged versions would take memory that is not planned
         self.rollback()
         self.swap = receive(
             offer,

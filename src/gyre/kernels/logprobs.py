@@ -291,7 +291,7 @@ def keep(
 ) -> tuple[Tensor, Tensor]:
     """Save the tensors of all paths for the backward pass, in this order, followed by `more`.
     `blocks` is None where the C kernels have the whole logits. Returns the forward result."""
-    # an output that nobody uses has the gradient None, and costs nothing
+    # an unused output has the gradient None, and costs nothing
     ctx.set_materialize_grads(False)
     ctx.blocks = blocks
     ctx.save_for_backward(
@@ -404,7 +404,7 @@ class FusedLogprobs(torch.autograd.Function):
         totals_BN, means_BN, found_BN = (torch.stack(parts) for parts in zip(*columns, strict=True))
         total_N = totals_BN.logsumexp(0)
         entropy_N = total_N - ((totals_BN - total_N).exp() * means_BN).sum(0)
-        logprobs_N = found_BN.sum(0) - total_N  # a target lies in one block; the others say 0
+        logprobs_N = found_BN.sum(0) - total_N  # a target is in one block; the others say 0
         ctx.kept_is_gradient = False
         return keep(
             ctx,

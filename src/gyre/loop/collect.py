@@ -34,7 +34,7 @@ from gyre.loop.ports import TextPort
 from gyre.loop.repetition import CHECK_TOKENS, RepetitionFinder, RepetitionRule
 from gyre.loop.scoring import Scoring
 
-STOP_S = 10.0  # longest wait for an engine to stop what nobody wants any more
+STOP_S = 10.0  # longest wait for an engine to stop what is wanted no more
 MOST_COMPLETIONS = 4096  # of one request; completions of a larger group are requests of their own
 
 
@@ -48,7 +48,7 @@ class InFlightGroup:
     seed: int
     rollouts: dict[int, Rollout]  # done, by sample number
     scores: dict[int, Score]  # of those
-    partials: dict[int, Partial]  # begun, by sample number
+    partials: dict[int, Partial]  # opened, by sample number
     # of each when its step began, if that was broken off
     begun_tokens: dict[int, int] = field(default_factory=dict)
     refill: int = 0  # round of the step in flight that began it, if that replaces groups

@@ -125,7 +125,7 @@ class Ring:
         self._staleness = StalenessBound(config.rollout.max_staleness, emit=self._emit)
         self._pipeline = self._make_pipeline(StageProgress(stage=stage.name))
         self._reported_s = time.monotonic()  # when the newest step was reported
-        self.train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
+        self.train_s = 0.0  # that the newest update took: it is not started when a stop leaves less
         self._handover = Handover(
             parts.trainer,
             parts.lifecycle,

@@ -11,7 +11,7 @@ from gyre.core.errors import RewardError
 from gyre.core.records import Group, ScorePart
 from gyre.core.scores import lower_failed_parts
 
-MOST_KINDS = 8  # of failures of one part that are told apart; the rest are told as one
+MOST_KINDS = 8  # of failures of one part that are counted apart; the rest are counted as one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from gyre.core.contracts import CommitPolicy, EngineLifecycle, PolicyTrainer
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.events import Emit
-from gyre.core.offers import Offer, RegisteredShards
+from gyre.core.offers import Offer
 from gyre.loop.ports import VersionLog
 
 
@@ -107,13 +107,11 @@ class Handover:
         of the rollback is an event."""
         try:
             await self._lifecycle.rollback()
-        except Exception as error:  # noqa: BLE001  it is told
+        except Exception as error:  # noqa: BLE001  it is an event
             self._emit("warn.rollback_failed", step=step, error=repr(error))
 
 
 def is_damaged(offer: Offer, error: BaseException) -> bool:
     """Return whether receivers could not read what was registered, which its publisher still has.
     Pure."""
-    return isinstance(offer.source, RegisteredShards) and isinstance(
-        error, SnapshotError | InputError
-    )
+    return offer.registered is not None and isinstance(error, SnapshotError | InputError)

@@ -94,7 +94,7 @@ class StageParts:
     engine: RolloutEngine | None = None
     lifecycle: EngineLifecycle | None = None
     exports: ExportPort | None = None  # between the steps; None where none is asked for
-    versions: VersionLog | None = None  # None where all processes are told by the loop's
+    versions: VersionLog | None = None  # None where all processes learn of them from the loop's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Parts(StageParts):
     text: TextPort
     scorer: Scorer | None = None
     eval_prompts: tuple[Prompt, ...] = ()
-    # that nobody asks for by default
+    # never asked for by default
     stop: StopRequest = field(default_factory=lambda: StopRequest(deadline_s=0.0))
     # held-out sequences, for objectives that are judged without rollouts
     eval_batch: TrainBatch | None = None

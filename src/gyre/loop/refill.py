@@ -98,7 +98,7 @@ def num_missing(*, wanted: int, kept: int, in_flight: int) -> int:
 class StepRollouts:
     """The rollouts of one step."""
 
-    groups: list[InFlightGroup]  # all, in the order in which they were begun
+    groups: list[InFlightGroup]  # all, in the order in which they were opened
     dropped: frozenset[str]  # ids of whole groups that teach nothing, as far as it was looked
     refills: int  # rounds made
     num_refilled: int  # prompts sampled in them

@@ -29,7 +29,7 @@ from gyre.memory.phases import Need, leave_tiers, match_name, needing_phases
 from gyre.memory.pools.cuda_vmm import VirtualUsage
 from gyre.memory.records import STAGING_BYTES, Budgets, Entry, Ledger, MovePlan
 
-POLL_S = 0.05  # between two looks at memory that is on its way back
+POLL_S = 0.05  # between two looks at memory that is being returned
 
 
 @runtime_checkable

@@ -104,7 +104,7 @@ def read_host(group: Path = Path("/sys/fs/cgroup")) -> HostReading:
         total_bytes=total,
         available_bytes=available,
         rss_bytes=psutil.Process().memory_info().rss,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux tells KiB
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # in KiB on Linux
     )
 
 

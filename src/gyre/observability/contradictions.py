@@ -21,7 +21,7 @@ from gyre.observability.metric_catalog import SHARES, eval_interval, eval_measur
 from gyre.observability.progress.state import CONTRADICTION
 
 WINDOW_STEPS = 8  # at most, that one training figure is taken from
-# steps whose spread tells their standard error, where a step does not record its own
+# steps whose spread gives their standard error, where a step does not record its own
 FEWEST_SPREAD = 5
 TRAINING = {
     "accuracy": "train_accuracy",

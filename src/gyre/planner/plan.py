@@ -141,7 +141,7 @@ class PlanInputs:
     # what each rank of an engine holds of the model; None: all of it
     engine_part: ModelNumbers | None = None
     max_refills: int = 0  # rounds of further prompts per step, in place of those that teach nothing
-    # what nobody set: name in the plan -> its source
+    # what was not set: name in the plan -> its source
     not_given: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # what the loop does that no number says, for the plan's notes
     engine_tokens_per_step: int = 2048

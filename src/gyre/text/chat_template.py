@@ -127,7 +127,7 @@ class ChatTemplate:
             reason = answer.get("error")
         except (OSError, EOFError) as fault:  # TimeoutError is an OSError
             reason, answer = self.child.why_gone(fault), {}
-        except BaseException:  # Ctrl-C amid an exchange: what comes next would be its answer
+        except BaseException:  # Ctrl-C within an exchange: what comes next would be its answer
             self.child.stop()
             self.child = None
             raise

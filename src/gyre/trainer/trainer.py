@@ -195,7 +195,7 @@ class NativeTrainer:
                 scores = ScalarHead(decoder.spec.hidden_size, device=self._all_ranks.device)
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
-        del first  # the actor's storage moves, which nobody else may hold
+        del first  # the actor's storage moves, and no other reference may be left
         actor = tenancy.take_learner(
             make("actor", decoder, self.head, split=splitter.split("actor"), weights=weights)
         )
@@ -402,7 +402,7 @@ class NativeTrainer:
 
     def step_now(self, batch: TrainBatch) -> StepReport:
         self._assert_filled()
-        # The trace lies around the rest: while it is written no other rank waits for this one.
+        # The trace is around the rest: while it is written no other rank waits for this one.
         with self._tracer.around(batch.step), self._all_ranks.guard(f"step {batch.step}"):
             with self._meter.working():
                 started_s = time.perf_counter()

@@ -169,7 +169,7 @@ class PublisherState:
     """What a trainer offers, and who reads it."""
 
     offered: Registered | None = None
-    num_fetches: int = 0  # that have begun and not ended, also of a version that was withdrawn
+    num_fetches: int = 0  # that have started and not ended, also of a version that was withdrawn
 
     @property
     def may_write(self) -> bool:

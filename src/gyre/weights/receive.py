@@ -1,6 +1,6 @@
-"""Receive: the one place that distinguishes the sources of a version. In: an Offer, and the tensors
-of the engine or the names that another process wants. Out: a Swap that is checked and ready to run,
-or an Offer of host copies.
+"""Receive: the one place that takes each source of a version in its own way. In: an Offer, and the
+tensors of the engine or the names that another process wants. Out: a Swap that is checked and ready
+to run, or an Offer of host copies.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ from gyre.weights.transports.opened import PartOpener
 
 # opens a checkpoint folder and verifies its files; InputError or SnapshotError
 OpenFolder = Callable[[str], AbstractContextManager[TensorSource]]
-# that a tensor rank takes, which reads its own part
-PART_SOURCES = ("FolderTensors", "RegisteredShards")
-# of a trainer in each tensor rank's process, whose tensors are that rank's part
-OWN_SOURCES = ("SharedStorage", "LocalShards")
 
 
 def receive(
@@ -55,7 +51,7 @@ def receive(
     `shared`: the engine was built on its trainer's tensors. `parts` opens what was registered.
     `held`: what a tensor rank's `own` is of the whole tensors. InputError for a version that the
     engine cannot take, SnapshotError for one that is not whole."""
-    if held is not None and not is_own(offer):
+    if held is not None and not offer.is_per_rank:
         refuse_local(offer)
     match offer.source:
         case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
@@ -96,14 +92,9 @@ def receive(
             )
 
 
-def is_own(offer: Offer) -> bool:
-    """Return whether a version is of the trainer in this process: each tensor rank has its own."""
-    return type(offer.source).__name__ in OWN_SOURCES
-
-
 def refuse_local(offer: Offer) -> None:
     """Raise InputError for a version that tensor ranks in processes of their own cannot read."""
-    if type(offer.source).__name__ not in PART_SOURCES:
+    if offer.addressed is None:
         raise InputError(
             f"version {offer.version} is in the memory of one process, and each tensor rank of "
             "the engine reads its own part",

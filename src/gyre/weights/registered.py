@@ -182,7 +182,7 @@ class _VersionReader:
                     if number + NUM_ROOMS < len(buckets):
                         ahead.append(reading.submit(read, number + NUM_ROOMS))
             finally:
-                for waiting in ahead:  # after an error none of them is begun
+                for waiting in ahead:  # after an error none of them is started
                     waiting.cancel()
 
     def _reading_stream(self) -> Any:

@@ -195,6 +195,7 @@ OWNED = {
     ("cluster/driver_guard.py", "guard_driver"): "the guard, which is what the front waits for",
     ("cluster/ray_cluster.py", "__init__"): "Ray, which ends the processes that it started",
     ("cluster/ray_cluster.py", "close"): "Ray, which ends the processes that it started",
+    ("cluster/ray_cluster.py", "leave"): "Ray, which ends the processes that it started",
     ("rewards/fork_server/server.py", "_reap"): "nothing: the process has ended",
     ("rewards/sandbox/server.py", "_enter_strong"): "the inner process, which is the server",
 }

@@ -47,7 +47,7 @@ from gyre.core.contracts import (
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
-from gyre.core.offers import FolderTensors, Offer, RegisteredShards
+from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Health, Partial, ReplicaStatus, Request
 from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, SwapDone
 
@@ -383,7 +383,7 @@ class EnginePool:
     async def _revert(self, member: EngineReplica) -> str:
         """Return why an engine cannot take the pool's version again, or ""."""
         offer = self._published
-        if offer is None or not isinstance(offer.source, FolderTensors | RegisteredShards):
+        if offer is None or offer.addressed is None:
             return "the last version is offered no more"
         try:
             await member.ask("engine.revert", offer)
@@ -446,7 +446,7 @@ class EnginePool:
             if any(member.leaves for member in self.members.values()):
                 return None
             offer = self._published
-            if offer is None or not isinstance(offer.source, RegisteredShards):
+            if offer is None or offer.registered is None:
                 return ()
             return RankError(
                 f"no engine could read version {offer.version} where it is registered",
@@ -599,7 +599,7 @@ class EnginePool:
         """Give a fresh engine the version that the others answer with. One whose tensors are gone
         by now gets the next version with the others."""
         if member.catching_up:
-            return  # whoever is at it looks again at what the others have
+            return  # the running task looks again at what the others have
         member.catching_up = True
         try:
             while member.state == "fresh" and (offer := self._published) is not None:
@@ -723,7 +723,7 @@ class EnginePool:
         try:
             await self._watchdog.guard(watched, calls, stall_limit)
         except Exception as error:  # noqa: BLE001
-            # a hang, or what kept it from being told: nobody watches any more
+            # a hang, or an error that hides one: the watch has ended
             self._break_off(error)
 
 

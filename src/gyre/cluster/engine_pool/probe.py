@@ -32,7 +32,7 @@ class Probe:
         more. Raises what the call raised."""
         if self._open is None or self._open.done():
             self._open = asyncio.wrap_future(self._begin())
-            # an error that nobody waits for any more is the watch's to tell
+            # an error that no caller waits for any more is reported by the watch
             self._open.add_done_callback(lambda call: call.cancelled() or call.exception())
         call = self._open
         done, _ = await asyncio.wait({call}, timeout=deadline_s)

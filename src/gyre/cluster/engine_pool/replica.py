@@ -46,7 +46,7 @@ class EngineReplica:
         self.leaves = False  # it is asked to end what it has, and nothing more
         self.unanswered: set[str] = set()
         self.prepared: int | None = None  # the version that waits for its commit
-        self.catching_up = False  # somebody brings it to the current weights
+        self.catching_up = False  # a task brings it to the current weights
         self.watched = False
         health = Probe(handle, "engine.health")
         stats = Probe(handle, "engine.stats")
@@ -101,7 +101,7 @@ class EngineReplica:
         try:
             await arrive(sent, self.handle, "engine.submit", POLL_S + self._hang_s, key=HANGS)
         except Exception as error:  # noqa: BLE001
-            # whatever it was, nobody knows which requests it has
+            # whatever it was, it is unknown which requests it has
             self._on_lost(self, str(error))
 
     async def _poll(self) -> None:

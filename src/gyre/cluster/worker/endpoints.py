@@ -91,14 +91,14 @@ class EngineEndpoint:
         if not self._chunks and not self._ended:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), POLL_S)
-        self._raise_loss()  # before "abort" is told of requests that can go on elsewhere
+        self._raise_loss()  # before "abort" is reported of requests that can resume elsewhere
         chunks, self._chunks = tuple(self._chunks), []
         ended, self._ended = tuple(self._ended), []
         steps = (await self.engine.stats()).steps
         return News(chunks=chunks, ended=ended, progress=steps + self._ticks())
 
     async def health(self) -> Health:
-        self._raise_loss()  # nobody polls an engine that is idle
+        self._raise_loss()  # an idle engine is not polled
         return await self.engine.health()
 
     async def interrupt(self, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:

@@ -134,13 +134,13 @@ def _pack(value: Any) -> Any:
 
 
 def _pack_offer(offer: Offer) -> list[Any]:
-    source = offer.source
-    if not isinstance(source, (FolderTensors, RegisteredShards)):
+    if offer.addressed is None:
         raise TypeError(
             "weights cross to another process as a folder or as registered shards, got "
-            f"{type(source).__name__}"
+            f"{offer.kind}"
         )
-    return [offer.manifest, isinstance(source, FolderTensors), source, sorted(offer.homes)]
+    is_folder = offer.folder is not None
+    return [offer.manifest, is_folder, offer.addressed, sorted(offer.homes)]
 
 
 def _unpack_offer(data: memoryview) -> Offer:

@@ -46,7 +46,7 @@ class LinkHandle:
         self._on_event = on_event
         self._link = link
         self.gone: Future[str] = Future()
-        self.gone.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
+        self.gone.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
         self._stopped = ""
         self._number = 0
         self._waiting: dict[int, Future[Any]] = {}

@@ -11,8 +11,9 @@ from typing import Any
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import WorkerLate, WorkerLost
+from gyre.core.liveness import decide
 
-# after one of these nobody knows what state the worker is in
+# after one of these the worker's state is unknown
 LOSSES = (WorkerLost, WorkerLate, WorkerFault)
 # keys of deadlines
 CALLS, STARTS, HANGS = "cluster.call_deadline_s", "cluster.start_deadline_s", "cluster.hang_s"
@@ -61,10 +62,10 @@ async def _arrive_alive(
     arriving: Coroutine[Any, Any, Any], handle: WorkerHandle, what: str, hang_s: float
 ) -> Any:
     """Wait for an answer while the process answers looks, which a thread of its own does."""
-    # not by the clock: this process may have stood still itself
+    # time of looks, not of the clock: this process may have stood still itself
     waiting, missed_s = asyncio.ensure_future(arriving), 0.0
     try:
-        while missed_s < hang_s:
+        while not decide(missed_s, {handle.name: 0.0}, hang_s).has_failed:
             await asyncio.wait([waiting], timeout=LOOK_S)
             if waiting.done():
                 return waiting.result()

@@ -21,7 +21,7 @@ from gyre.core.events import check_event
 from gyre.core.records import RoleSpec
 
 OnEvent = Callable[..., None]  # (worker, kind, **fields)
-MAX_EVENTS = 10_000  # that wait for the next reply; older ones give way, and their number is told
+MAX_EVENTS = 10_000  # that wait for the next reply; older ones are dropped, and counted
 
 
 class WorkerFault(RuntimeError):

@@ -70,7 +70,7 @@ async def campaign(
         except CommitRefused as refused:
             if refused.found is not None and refused.check.key == leader:
                 await _until_free(rendezvous, name, refused.found, end_s)
-            continue  # the other check: somebody has led meanwhile
+            continue  # the other check: another has led meanwhile
         check = KeyCheck(key=leader, value=text)
         return Leadership(name=name, holder=holder, fence=number, check=check)
     raise _still_led(name, "others, in turn")

@@ -155,7 +155,7 @@ def path_of(prefix: str, epoch: int, version: int) -> str:
 
 def encode_offer(offer: Offer, *, piece_bytes: int = PIECE_BYTES) -> dict[str, str]:
     """Return an offer's keys and texts: its pieces, and last its record."""
-    assert isinstance(offer.source, RegisteredShards), type(offer.source)
+    assert offer.registered is not None, offer.kind
     manifest = offer.manifest
     pieces = [*cut_pieces([to_text(entry) for entry in manifest.entries], piece_bytes)]
     record = OfferRecord(
@@ -163,7 +163,7 @@ def encode_offer(offer: Offer, *, piece_bytes: int = PIECE_BYTES) -> dict[str, s
         version=manifest.version,
         shared=manifest.shared,
         homes=tuple(sorted(offer.homes)),
-        parts=offer.source.parts,
+        parts=offer.registered.parts,
         num_pieces=len(pieces),
     )
     texts = dict(zip(keys_of_pieces(record), pieces, strict=True))

@@ -27,6 +27,7 @@ from torch.distributed import Store
 
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
+from gyre.core.liveness import decide
 from gyre.distributed.rendezvous.contract import (
     KeyAction,
     KeyChanges,
@@ -87,7 +88,11 @@ class StillLeases:
             for lease in ttl_s
         }
         self._seen, self._still_s = {lease: counters[lease] for lease in ttl_s}, still_s
-        return [lease for lease, limit_s in ttl_s.items() if still_s[lease] >= limit_s]
+        return [
+            lease
+            for lease, limit_s in ttl_s.items()
+            if decide(still_s[lease], {f"{lease}": 0.0}, limit_s).has_failed
+        ]
 
 
 class StoreRendezvous:

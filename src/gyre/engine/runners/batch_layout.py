@@ -56,7 +56,7 @@ class StepLayout:
     source_N: (
         np.ndarray | None
     )  # int64, the token whose hidden state each sampling row continues; None for all, in order
-    chunk_places_C: np.ndarray  # int64, where the first token of each of the step's chunks lies
+    chunk_places_C: np.ndarray  # int64, where the first token of each of the step's chunks is
     buckets: tuple[AttentionBucket, ...]
 
 

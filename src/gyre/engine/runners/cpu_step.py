@@ -26,7 +26,7 @@ from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
 
-FIRST_POSITIONS = 1024  # rows of the first rotary table; it doubles when a position lies past it
+FIRST_POSITIONS = 1024  # rows of the first rotary table; it doubles when a position is past it
 
 
 def why_not_c(decoder: Decoder) -> str | None:

@@ -210,7 +210,7 @@ class Runner:
                 0, to_device(step.restored_rows, self.device), to_device(restored, self.device)
             )
         decode_tokens = self.last_token_R.index_select(0, to_device(step.decode_rows, self.device))
-        if layout.source_N is None:  # tokens lie in the order of the rows
+        if layout.source_N is None:  # tokens are in the order of the rows
             tokens_T[:num_decode] = decode_tokens
             return tokens_T
         return tokens_T.index_copy_(

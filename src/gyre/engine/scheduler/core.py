@@ -49,7 +49,7 @@ from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.step import Flight, Step, StepRunner
 from gyre.engine.scheduler.swap import HostSlots
 
-# decoded beyond the longest stop string, so that its first character never lies at the window's
+# decoded beyond the longest stop string, so that its first character is never at the window's
 # edge
 SPARE_TOKENS = 4
 
@@ -131,7 +131,7 @@ class EngineCore:
         self._text_stop = make_text_stop(tokenizer)
         self._arrivals = 0
         self._in_flight: deque[InFlightStep] = deque()
-        self._out: list[TokenChunk] = []  # chunks that nobody has taken yet, in order
+        self._out: list[TokenChunk] = []  # chunks that were not taken yet, in order
 
     @property
     def is_idle(self) -> bool:
@@ -281,7 +281,7 @@ class EngineCore:
             self.runner.pool.zero_pages(np.concatenate(self.state.tainted))
             self.state.tainted.clear()
         if not self.state.requests:
-            self._in_flight.clear()  # all that is left is surplus; nobody waits for it
+            self._in_flight.clear()  # all that is left is surplus; no request waits for it
 
     def _end(self, request_id: str, finish: Finish, reason: str) -> list[Partial]:
         """End one request, if it is still unanswered once everything in flight is committed."""

@@ -112,7 +112,7 @@ def _time_first_tokens(state: SchedulerState, rows: np.ndarray) -> None:
     now_s = state.clock() if len(rows) else 0.0
     for row in rows.tolist():
         sequence = state.rows.sequence_at(row)
-        if sequence.first_token_s is None:  # not one that goes on after a preemption
+        if sequence.first_token_s is None:  # not one that resumes after a preemption
             sequence.first_token_s = now_s
 
 

@@ -52,7 +52,7 @@ class SchedulerState:
         window: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.clock = clock  # tells when a completion began; nothing is decided by it
+        self.clock = clock  # stamps when a completion began; nothing is decided by it
         # tokens that the widest layer looks back at; None: some layer looks at all
         self.window = window
         self.page_tokens = page_tokens

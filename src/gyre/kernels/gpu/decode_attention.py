@@ -40,7 +40,7 @@ class DecodeWork:
     row_B: Tensor  # row of the block table
     # position of the query, whose own key is in the pages; -1: padding, answered with zeros
     position_B: Tensor
-    first_B: Tensor  # where the sequence's pieces lie in the scratch
+    first_B: Tensor  # where the sequence's pieces are in the scratch
     item_I: Tensor  # place << ITEM_BITS | piece, in any order; the longest first balance best
     size_2: Tensor  # items; tokens of a piece, a multiple of page_tokens
 
@@ -167,7 +167,7 @@ def _attend_pieces(
     gdc_wait()  # started early: the queries and the newest keys are being written until here
     programs = tl.num_programs(0)
     for round_ in range(tl.cdiv(total, programs)):
-        # Items come longest first; taking them to and fro evens out what each program gets.
+        # Items come longest first; alternating the direction evens out what each program gets.
         turn = tl.program_id(0) if round_ % 2 == 0 else programs - 1 - tl.program_id(0)
         is_real = round_ * programs + turn < total
         work = tl.minimum(round_ * programs + turn, total - 1)

@@ -32,7 +32,7 @@ class SampleScratch:
     raw_sum_NS: Tensor  # float32
     # float32, of the whole row; with the next one only written where the temperature is above 0
     best_N: Tensor
-    # float32, log of the sum of exponentials of what lies below the best, after temperature
+    # float32, log of the sum of exponentials of what is below the best, after temperature
     log_total_N: Tensor
 
     @staticmethod

@@ -27,7 +27,7 @@ from gyre.distributed.rendezvous.contract import Rendezvous
 from gyre.distributed.rendezvous.metadata_store import MetadataStore
 from gyre.distributed.rendezvous.tcp_store import StoreRendezvous
 
-PAUSE_S = 0.2  # before an operation that another process is at is begun again
+PAUSE_S = 0.2  # before an operation that another process runs is tried again
 
 
 def open_rendezvous(
@@ -109,7 +109,7 @@ class PodMetadata:
 
     async def _publish(self, offer: Offer) -> None:
         epoch = offer.manifest.epoch
-        # each time: what a newer publisher is at would keep an older one from being told so
+        # each time, so that an older publisher learns of a newer one that is still at work
         await self._store.claim_epoch(epoch)
         await self._begin_update(epoch, offer.version)
         await self._store.publish_offer(offer)

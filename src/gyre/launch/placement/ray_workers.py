@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +76,7 @@ class RayWorkers:
         cores, gpus = wanted * self.config.cpus_per_worker, wanted if self.on_gpus else 0
         if cores > self.cluster.num_cpus or gpus > self.cluster.num_gpus:
             offered = f"{self.cluster.num_cpus:g} cores and {self.cluster.num_gpus} GPUs"
-            asyncio.run(self.close())
+            self.cluster.leave()
             raise ConfigError(
                 f"{wanted} workers need {cores:g} cores and {gpus} GPUs, the cluster offers "
                 f"{offered}",
@@ -86,7 +85,7 @@ class RayWorkers:
         if self.on_gpus and (
             mixture := find_mixed_types(self.cluster.gpus_by_type, self.num_workers)
         ):
-            asyncio.run(self.close())
+            self.cluster.leave()
             raise ConfigError(
                 f"{self.num_workers} trainer ranks need GPUs of one type, the cluster has "
                 f"{mixture}",

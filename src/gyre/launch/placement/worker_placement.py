@@ -49,7 +49,7 @@ LOOPBACK = "127.0.0.1"
 class WorkerDevices:
     """The GPUs of one worker."""
 
-    gpus: float = 0.0  # that nobody else has
+    gpus: float = 0.0  # of this worker alone
     devices: tuple[int, ...] = ()  # by number on its host, shared with others that name them
 
 

@@ -52,7 +52,7 @@ class SamplingArgs(TypedDict, total=False):
 class GenerateArgs(SamplingArgs, total=False):
     """What `generate` takes beside the prompts."""
 
-    logprobs: int | None  # alternatives told at each token; None tells no log-probs
+    logprobs: int | None  # alternatives returned at each token; None: no log-probs
 
 
 class ChatArgs(SamplingArgs, total=False):

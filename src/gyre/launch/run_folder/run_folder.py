@@ -63,7 +63,7 @@ def _give_name(aside: Path, base: Path) -> Path:
         try:
             return aside.rename(folder)
         except OSError as error:
-            if error.errno not in TAKEN:  # else somebody was faster
+            if error.errno not in TAKEN:  # else another process was faster
                 raise
     raise AssertionError("numbers do not end")
 

@@ -28,7 +28,7 @@ class Access:
     """Who may ask, and who may change the server."""
 
     gate: Gate
-    check_admin: Callable[[HttpRequest], None] | None  # None: nobody may
+    check_admin: Callable[[HttpRequest], None] | None  # None: no one may
 
     def admin_routes(self, weights: ServedWeights, name: str) -> Sequence[Route]:
         """Return the routes that change the server, empty without an administrator."""

@@ -108,7 +108,7 @@ def rank_role(spec: RoleSpec, rank: int) -> RoleSpec:
 def joined(parts: Sequence[Future[Any]], join: Callable[[Sequence[Any]], Any]) -> Future[Any]:
     """Return the answers of all as one; the first error of any. Futures may end in any thread."""
     whole: Future[Any] = Future()
-    whole.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
+    whole.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
     lock, num_open = threading.Lock(), len(parts)
 
     def note(part: Future[Any]) -> None:

@@ -92,7 +92,7 @@ class ServeArgs:
     replicas: int
     tool_parser: str  # how calls are written; "auto" decides by the chat template
     reasoning_parser: str
-    insecure: bool  # listen beyond loopback, though nobody needs a key
+    insecure: bool  # listen beyond loopback, though no key is needed
     keys: Path | None  # file of API keys; None lets everybody ask
     tls_cert: Path | None  # with `tls_key`; None is plain HTTP
     tls_key: Path | None
@@ -102,7 +102,7 @@ class ServeArgs:
     load_format: LoadFormat = "auto"  # "dummy" draws the first version's weights
     otlp_endpoint: str = ""  # collector that gets a trace of each request; "" traces none
     trace_ratio: float = 1.0  # share of those that begin here which are recorded
-    admin_key_file: Path | None = None  # whoever has its key may change the weights
+    admin_key_file: Path | None = None  # a client with its key may change the weights
     follow: Path | None = None  # run or model folder whose new weights are taken
     poll_s: float = 2.0  # between two looks at it
 

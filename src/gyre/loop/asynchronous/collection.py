@@ -30,7 +30,7 @@ class Collection:
     """One step's groups, from the begin of their rollouts until they are trained on."""
 
     step: int
-    groups: list[InFlightGroup]  # in the order in which they were begun; rollouts add to them
+    groups: list[InFlightGroup]  # in the order in which they were opened; rollouts add to them
     scoring: Scoring
     size: int  # completions per prompt
     rollouts: StepRollouts | None = None  # None while they are under way

@@ -56,7 +56,7 @@ class Pipeline:
         self._size = size
         self._stop = stop
         self._emit = emit
-        self._live: list[Collection] = []  # begun and not trained on, in order: at most 2 + lead
+        self._live: list[Collection] = []  # started and not trained on, in order: at most 2 + lead
         self._carried: list[InFlightGroup] = []  # what the next one begins with
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class Pipeline:
     def _begin(self) -> Collection:
         step = self._credits.collected + 1
         self._change(self._credits.begin())
-        if self._live:  # what it has not finished goes on here
+        if self._live:  # what it has not finished resumes here
             self._carry(self._live[-1])
         groups, self._carried = self._drop_stale(self._carried, step), []
         scoring = self._open_scoring()

@@ -36,7 +36,7 @@ GRANULARITY_MINIMUM = 0  # CUmemAllocationGranularity_flags
 HAS_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
-_UNDER = "virtual_memory"  # attribute of a storage: the VirtualMemory that it lies in
+_UNDER = "virtual_memory"  # attribute of a storage: the VirtualMemory that it is in
 
 
 class Location(ctypes.Structure):

@@ -23,7 +23,7 @@ from gyre.models.hub.folders import CONFIG_FILE, find_folder
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 
-SAMPLE = 64  # numbers at either end of a tensor by which checkpoints are told apart
+SAMPLE = 64  # numbers at either end of a tensor by which checkpoints are distinguished
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 

@@ -131,7 +131,7 @@ class VocabularyLogprobs(torch.autograd.Function):
         )
         total_N, mean_N, target_N = joined(whole_S3N)
         entropy_N, logprobs_N = total_N - mean_N, target_N - total_N
-        # an output that nobody uses has the gradient None, and costs nothing
+        # an unused output has the gradient None, and costs nothing
         ctx.set_materialize_grads(False)
         ctx.tensor, ctx.blocks, ctx.fused, ctx.kept_is_gradient = tensor, blocks, fused, False
         ctx.save_for_backward(*tensors, total_N, logprobs_N, entropy_N, kept_NV)

@@ -225,7 +225,7 @@ def measured_peak(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] 
     if not found:
         return None
     size, told = max(found, key=lambda pair: pair[0])
-    # a row tells the peak of the phase that it leaves
+    # a row has the peak of the phase that it leaves
     phase = "" if on_cpu else str(told.row.get("left") or "")
     return {"of": "process" if on_cpu else "device", "bytes": int(size), "phase": phase}
 

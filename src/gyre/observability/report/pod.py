@@ -28,9 +28,9 @@ TRAINER: tuple[Activity, ...] = (
     *("train", "score", "offload", "onload", "convert", "register", "wait_rollout"),
 )
 TRAINING: tuple[Activity, ...] = ("train", "score")  # what an engine's work may hide behind
-# those that only a trainer rank tells by itself; memory rows are everyone's
+# those that only a trainer rank reports by itself; memory rows are everyone's
 TOLD_BY_RANKS = frozenset({"train", "score", "convert", "register"})
-# what goes on while its process does something else
+# what runs while its process does something else
 BACKGROUND: frozenset[Activity] = frozenset({"rollout", "dummy_start"})
 MOVES_NONE: frozenset[Activity] = frozenset({"train", "score", "wait_rollout", "rollout"})
 ORDER: tuple[Activity, ...] = get_args(Activity)  # that of the drawing, and of the table

@@ -20,7 +20,7 @@ class StageSpan:
     """A stage as it happened."""
 
     name: str
-    offset: float  # its step s lies at x = offset + s
+    offset: float  # its step s is at x = offset + s
     first_x: float  # of its first and last finished step
     last_x: float
     start_s: float  # run time when it began and when its newest row came

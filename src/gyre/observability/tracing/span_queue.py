@@ -111,7 +111,7 @@ class SpanQueue:
             if batch:
                 self._send(batch)
             if self._is_closed:
-                return  # what was in hand has been counted, and the last report told
+                return  # what was in hand has been counted, and the last report sent
             self._report()
             if not batch and self._is_closing:
                 return

@@ -32,7 +32,7 @@ class CollectiveTraffic:
     collective: Collective
     calls: int
     sent_bytes: float  # by one rank, in all calls together
-    hidden: bool = False  # begun ahead, beside products of the backward pass; others are waited for
+    hidden: bool = False  # started ahead, beside products of the backward pass; others are awaited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

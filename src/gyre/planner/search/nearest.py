@@ -17,7 +17,7 @@ from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, in_orde
 from gyre.planner.ways import CHEAPEST_FIRST, Way, join_ways, ways_out
 
 MOST_GPUS = 4096  # that a refusal proposes
-STEP_TOKENS = 256  # to which the longest sequence that fits is told
+STEP_TOKENS = 256  # the longest sequence that fits is a multiple of it
 _Way = Way[tuple[GpuCluster, Fixed], Candidate]
 
 

@@ -84,7 +84,7 @@ class WorkerChild(Child):
             gc.enable()
             serve(socket.socket(fileno=self._channel_fd))
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the scorer has let go of this worker
+            pass  # the scorer has dropped this worker
         except BaseException as error:  # noqa: BLE001 - reported on stderr, which is the log
             os.write(2, f"gyre.rewards.pool.worker: {error!r}\n".encode())
             os._exit(1)

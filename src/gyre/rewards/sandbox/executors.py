@@ -39,11 +39,11 @@ _ISOLATION = {
     "this machine",
 }
 _START_S = 20.0  # until a server has answered
-_END_S = 20.0  # until a server that is told to has ended
+_END_S = 20.0  # until a server that was asked to end has done so
 # beyond the wall limit, until a server that does not answer is replaced. Weak mode removes what a
 # program left, which may be tens of thousands of folders on a slow disk.
 _ANSWER_S = 60.0
-_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: the file cannot change any more
 
 
 class IsolationUnavailable(Exception):

@@ -42,7 +42,7 @@ def build_root(folders: list[str]) -> None:
     its own."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     visible = shown(folders)
-    # The new root hides what lies under its mount point, so every source is opened before.
+    # The new root hides what is under its mount point, so every source is opened before.
     sources = {
         path: os.open(path, os.O_PATH)
         for path in [*visible, *DEVICES, "/proc"]

@@ -21,7 +21,7 @@ from gyre.rewards.sandbox import syscalls
 from gyre.rewards.sandbox.meter import MemoryMeter
 
 _RECEIVE, _SEND, _GO_ON = 0xC0502100, 0xC0182101, 1
-_MOST_NAMES = 32  # kinds of refused calls that are told apart per run
+_MOST_NAMES = 32  # kinds of refused calls that are counted apart per run
 
 
 def available() -> bool:

@@ -33,7 +33,7 @@ class Span:
     decays: bool
     exp_avg_scale_B: Tensor | None = None  # of each block: the moments are codes then
     exp_avg_sq_scale_B: Tensor | None = None
-    # of the new weights, where somebody asks; whoever writes them may find it
+    # of the new weights, where it is asked for; the writer of the weights may find it
     amax: Amax | None = None
 
     @property

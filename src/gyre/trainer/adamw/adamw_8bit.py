@@ -40,7 +40,7 @@ class CodedUpdate:
     def __init__(self, device: torch.device) -> None:
         """Load the library. Raises ConfigError without it, or where its kernel does not work on the
         device."""
-        # misses kernels there that nobody here asks for
+        # misses kernels there that are not used here
         logging.getLogger(FOUR_BIT).setLevel(logging.ERROR)
         try:
             from bitsandbytes import functional  # here, since it takes seconds and few runs need it

@@ -29,7 +29,7 @@ LINE_BYTES = 64  # every staged part begins on one
 # of one launch of copies; launches that a device has before it at a time
 BATCH_BYTES, QUEUED = 128 << 20, 2
 BLOCK_BYTES = 32 << 20  # of a copy on the host
-HOST_THREADS = 4  # that copy what lies on the host: one alone is slower than the memory
+HOST_THREADS = 4  # that copy what is on the host: one alone is slower than the memory
 
 
 Copies = tuple[list[Tensor], list[Tensor]]  # from, to

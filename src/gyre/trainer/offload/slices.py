@@ -18,7 +18,7 @@ FLOAT_BYTES = 4
 GRADIENT_BUFFERS = 2  # of a cut's size, through which gradients go to the host
 # places on the device for layers whose weights are away: one that computes, one on its way in
 LAYER_BUFFERS = 2
-SLOTS = 3  # places on the device: one cut on its way in, one being updated, one on its way back
+SLOTS = 3  # places on the device: one cut on its way in, one being updated, one being returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

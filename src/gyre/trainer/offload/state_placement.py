@@ -197,7 +197,7 @@ class StatePlacement:
         numbers = numbers_per_cut(
             self._config.offload_cut_bytes, block_bytes=block_bytes, size=size
         )
-        # small items last, so that the others lie on whole lines
+        # small items last, so that the others start at whole lines
         fields.sort(key=lambda field: field.block)
         spaces = [SLOTS * numbers // field.block * field.dtype.itemsize for field in fields]
         self.staging_X = torch.zeros(sum(spaces), dtype=torch.uint8, device=self.device)

@@ -61,7 +61,7 @@ class AdamW(ABC):
     grad_N: Tensor
     fields: tuple[StateField, ...]  # of the moments
     moments: dict[str, Tensor]  # by field
-    master_is_compute: bool  # or the masters lie apart, in `master_N`
+    master_is_compute: bool  # or the masters are apart, in `master_N`
     master_N: Tensor
 
     def __init__(

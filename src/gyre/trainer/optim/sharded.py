@@ -223,7 +223,7 @@ class RowOptimizer(AdamW):
         shapes = coded_first(self.shapes, self.coded)
         replicated = frozenset(self._apart)
         self.take_layout(row_layout(shapes, num_ranks=shard.size, replicated=replicated))
-        # they lie at the end
+        # they are at the end
         self._cut = self.places[self._apart[0]].at if self._apart else self.layout.size
         for name, master in self.masters().items():
             place = self.places[name]

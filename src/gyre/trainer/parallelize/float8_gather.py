@@ -38,7 +38,7 @@ from gyre.models.layers.layer import Layer
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 HINT = "leave trainer.matmul out: the compute dtype multiplies any shape on any device"
-SCALE_STRIDE = 4  # numbers: cuBLAS refuses a scale that does not lie at a multiple of 16 bytes
+SCALE_STRIDE = 4  # numbers: cuBLAS refuses a scale that is not at a multiple of 16 bytes
 KEEP_KIND = (
     torch.ops.aten.detach.default, torch.ops.aten.new_zeros.default, torch.ops.aten.slice.Tensor,
     torch.ops.aten.copy_.default, torch.ops.aten.view.default, torch.ops.aten.as_strided.default,
@@ -81,7 +81,7 @@ class Float8Shard(torch.Tensor):
     amax: Tensor | None
     # of the scale that follows from it: made there, since FSDP2 gathers on a stream of its own
     inverse: Tensor | None
-    own: Amax | None  # of this shard, where whoever writes it next may find it on the way
+    own: Amax | None  # of this shard, where its next writer may find it on the way
 
     @staticmethod
     def __new__(cls, wide_OI: Tensor) -> Float8Shard:

@@ -128,7 +128,7 @@ def collect_gradients(
     return found
 
 
-# Nothing of a chunk's graph outlives these two: what it still held would lie beside the next
+# Nothing of a chunk's graph outlives these two: what it still held would be beside the next
 # chunk's.
 def _add_actor_gradient(
     models: Models,

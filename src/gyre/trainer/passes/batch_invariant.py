@@ -61,7 +61,7 @@ class InvariantForward:
         self._row_T, self._position_T, table = send(device, row_T, position_T, table_SP.reshape(-1))
         self._table_SP = table.view(table_SP.shape)
         shape = (num_pages, 2, spec.num_kv_heads, page_tokens, spec.head_dim)
-        # Zeros, since the kernel multiplies what lies past a sequence's end by 0, which must be
+        # Zeros, since the kernel multiplies what is past a sequence's end by 0, which must be
         # finite.
         self._pages = pages = torch.zeros(shape, device=device, dtype=decoder.dtype)
         self._slabs = cut_slabs(

@@ -36,7 +36,7 @@ class MemoryComponents(PoolTenant):
         self.folder = disk_folder
         self._parked = parked
         self.streams: dict[str, WeightStream] = {}  # of models whose weights are in host memory
-        # components that somebody reads beside the trainer
+        # components that have another reader beside the trainer
         self._lent: frozenset[str] = frozenset()
         self._no_longer_read: Callable[[], None] = lambda: None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gyre.core.errors import GyreError, SnapshotError
 from gyre.core.events import Emit
-from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
+from gyre.core.offers import Offer, RegisteredPart
 from gyre.core.records import Manifest, TensorEntry
 from gyre.kernels.checksum import as_hex, checksums
 from gyre.weights.boxes import views
@@ -121,10 +121,10 @@ class PartOpener:
     ) -> Iterator[tuple[OpenPart, ...]]:
         """Open all parts of a version, by owner. `from_slots`: those of a version that is not the
         newest. InputError for one that is not there, SnapshotError for one that is not whole."""
-        assert isinstance(offer.source, RegisteredShards)
+        assert offer.registered is not None, offer.kind
         with ExitStack() as stack:
             parts = []
-            for owner, part in enumerate(offer.source.parts):
+            for owner, part in enumerate(offer.registered.parts):
                 placed = place_part(offer.manifest.entries, owner)
                 if part_bytes(placed) != part.size_bytes:
                     raise SnapshotError(

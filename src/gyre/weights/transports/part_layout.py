@@ -17,7 +17,7 @@ from gyre.core.rounding import round_up
 from gyre.distributed.layout import BoxRun
 
 ALIGN_BYTES = 64
-GAP_BYTES = 64 << 10  # that nobody wants, and that are read rather than left out
+GAP_BYTES = 64 << 10  # that are not wanted, and that are read rather than left out
 # [start, stop) of a segment's numbers that a receiver wants, in order
 Wanted = Callable[["PlacedSegment"], Iterable[tuple[int, int]]]
 

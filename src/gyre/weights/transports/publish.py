@@ -18,12 +18,9 @@ from torch import Tensor
 
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.offers import (
-    LocalShards,
-    LocalTensors,
     Offer,
     RegisteredPart,
     RegisteredShards,
-    SharedStorage,
 )
 from gyre.core.records import Manifest, Segment, TensorEntry
 from gyre.distributed.layout import BoxRun, find_gap
@@ -157,18 +154,16 @@ def _owned_runs(
     offer: Offer, rank: int, num_ranks: int
 ) -> list[tuple[TensorEntry, tuple[Tensor, ...]]]:
     """Return every tensor's entry with the segments of this rank, and their numbers, flat."""
-    match offer.source:
-        case LocalShards(shards=shards):
-            assert shards.layout.num_holders <= num_ranks, f"{num_ranks} ranks hold no whole"
-            return list(_shard_runs(shards, rank))
-        case SharedStorage(tensors=tensors) | LocalTensors(tensors=tensors):
-            return list(_cut_runs(tensors, rank, num_ranks))
-        case source:
-            raise InputError(
-                f"version {offer.version} cannot be registered from {type(source).__name__}: its "
-                "tensors are not in this process",
-                hint="register it where its trainer is",
-            )
+    if offer.shards is not None:
+        assert offer.shards.layout.num_holders <= num_ranks, f"{num_ranks} ranks hold no whole"
+        return list(_shard_runs(offer.shards, rank))
+    if offer.whole_tensors is not None:
+        return list(_cut_runs(offer.whole_tensors, rank, num_ranks))
+    raise InputError(
+        f"version {offer.version} cannot be registered from {offer.kind}: its tensors are not in "
+        "this process",
+        hint="register it where its trainer is",
+    )
 
 
 def _shard_runs(shards: ShardSource, rank: int) -> Iterator[tuple[TensorEntry, tuple[Tensor, ...]]]:

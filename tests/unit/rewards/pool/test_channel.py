@@ -14,7 +14,6 @@ import pytest
 from gyre.core.errors import DeadlineError
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.fork_server import client
-from gyre.rewards.fork_server.connection import Ended, make_pair
 from gyre.rewards.pool import channel
 from gyre.rewards.pool.channel import WorkerForkServer
 from gyre.rewards.score import RuleScorer
@@ -87,18 +86,6 @@ def test_calls_end_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(go())
     assert "reward.fork_server_replaced" not in events.kinds()
-
-
-@pytest.mark.parametrize("news", [0, 1, 2])
-def test_a_worker_that_ends_as_the_scorer_leaves_is_no_traceback(news: int) -> None:
-    """With news unread the socket is reset, without it is broken."""
-    scorer, server = make_pair()
-    for name in range(news):
-        server.send(Ended(name, 0, None, {}))
-    scorer.close()
-    server.send(Ended(9, 9, None, {}))
-    server.send(Ended(10, 0, None, {}))
-    server.close()
 
 
 def test_a_server_that_ends_as_the_scorer_leaves_is_reaped_once(

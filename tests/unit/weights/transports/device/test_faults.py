@@ -35,7 +35,7 @@ from part_cases import (
     whole_tensors,
 )
 
-from .test_faults import DEADLINE_S, child
+from ..test_faults import DEADLINE_S, child
 
 pytestmark = pytest.mark.slow
 
