@@ -119,7 +119,10 @@ class LinkHandle:
         """Send all of it. The socket may be one that does not wait: uvloop makes it so, where its
         loop reads it."""
         rest, writable = memoryview(data), select.poll()
-        writable.register(self._link, select.POLLOUT)
+        try:
+            writable.register(self._link, select.POLLOUT)
+        except ValueError as error:  # no file: it was closed since the data was taken
+            raise OSError("the link is closed") from error
         while rest:
             try:
                 rest = rest[self._link.send(rest) :]
