@@ -1,9 +1,9 @@
 """Offers: a policy version that engines may have, and where its numbers are. In: a Manifest and one
 of six sources. Out: records that a trainer hands out and an engine takes.
 
-The sources are told apart here alone, by the properties of an Offer; `weights.receive` alone takes
-each of them in its own way. Tensors are borrowed: they are those of the version until the trainer's
-next step.
+The properties of an Offer distinguish the sources, and no other module asks for their classes, but
+`weights.receive`, which takes each one, and codecs. Tensors are borrowed: they are those of the
+version until the trainer's next step.
 """
 
 from __future__ import annotations

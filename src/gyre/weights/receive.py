@@ -1,4 +1,4 @@
-"""Receive: the one place that takes each source of a version in its own way. In: an Offer, and the
+"""Receive: the one place that knows how to take each source of a version. In: an Offer, and the
 tensors of the engine or the names that another process wants. Out: a Swap that is checked and ready
 to run, or an Offer of host copies.
 """
