@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import GyreError
@@ -39,6 +40,7 @@ from gyre.server.generation import ServedModel, TokenUsage, check_top, find_sess
 from gyre.server.metrics.measured import SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
+from gyre.server.prompt_reader import ClientGone, PromptReader
 from gyre.server.respond import (
     ActiveRequest,
     AnswerSource,
@@ -73,6 +75,7 @@ class Api:
         self._service = service
         self._model = service.model
         self._gate = gate
+        self._prompts = PromptReader(service.model, service.metrics, service.emit)
         self._document = make_document()
         self._started_s = int(time.time())
 
@@ -114,15 +117,14 @@ class Api:
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
         with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
-            tokens = self._model.tokenizer.encode(body.prompt).tolist()
-        longest = self._model.context_tokens
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
+            answer = await self._prompts.tokenize(body.prompt, http)
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, DetokenizeBody)
         with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
-            prompt = self._model.tokenizer.decode(body.tokens)
-        return JSONResponse({"prompt": prompt})
+            answer = await self._prompts.detokenize(body.tokens, http)
+        return Response(answer, media_type="application/json")
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_body(http, ChatBody)
@@ -131,7 +133,7 @@ class Api:
             raise ApiError(400, "top_logprobs: need logprobs = true with it", param="top_logprobs")
         form = self._model.answer_format
         messages, tools = read_messages(body), read_tools(body, form)
-        tokens = self._model.render(messages, tools)
+        tokens = await self._prompts.render(messages, tools, http, deadline_s=body.deadline_s)
         request = make_request(
             body,
             tokens,
@@ -140,6 +142,7 @@ class Api:
             stream=body.stream,
             n=body.n,
             most_tokens=body.most_tokens,
+            prompt_field="messages",
             top_logprobs=check_top(body.top_logprobs or 0, "top_logprobs"),
             session_id=find_session(http.headers, body.prompt_cache_key),
         )
@@ -167,7 +170,8 @@ class Api:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
         session_id = find_session(http.headers, body.prompt_cache_key)
-        work, answer = open_completion(body, self._service, session_id=session_id)
+        prompts = await self._prompts.read(body.prompts, http, deadline_s=body.deadline_s)
+        work, answer = open_completion(body, prompts, self._service, session_id=session_id)
         return self._respond(
             http, work, answer, stream=body.stream, includes_usage=body.includes_usage
         )
@@ -175,7 +179,9 @@ class Api:
     async def generate(self, http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
         session_id = find_session(http.headers)
-        work, answer = open_generation(body, self._service, session_id=session_id)
+        deadline_s = body.params.deadline_s
+        (tokens,) = await self._prompts.read([body.prompt], http, deadline_s=deadline_s)
+        work, answer = open_generation(body, tokens, self._service, session_id=session_id)
         return self._respond(http, work, answer, stream=body.stream)
 
     def _check_model(self, name: str) -> None:
@@ -226,6 +232,13 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from None
+
+
+class NoAnswer(Response):
+    """Nothing, to a client that hung up."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return
 
 
 Handlers = dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]]
@@ -313,8 +326,12 @@ def make_handlers(service: Service) -> Handlers:
         )
         return answer(ApiError(500, FAULT))
 
+    async def say_nothing(http: HttpRequest, error: Exception) -> Response:
+        return NoAnswer()
+
     return {
         ApiError: refuse,
+        ClientGone: say_nothing,
         GyreError: refuse_input,
         HTTPException: refuse_route,
         Exception: fail,
