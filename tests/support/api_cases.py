@@ -84,7 +84,9 @@ def render(messages: Any, tools: Any) -> np.ndarray:
 
 
 @contextlib.asynccontextmanager
-async def api(script: Script = reverse, *, faults: Faults | None = None) -> AsyncIterator[Api]:
+async def api(
+    script: Script = reverse, *, faults: Faults | None = None, name: str = "m"
+) -> AsyncIterator[Api]:
     events: list[tuple[str, dict[str, Any]]] = []
 
     def emit(kind: str, /, **fields: Any) -> None:
@@ -102,7 +104,7 @@ async def api(script: Script = reverse, *, faults: Faults | None = None) -> Asyn
     await engine.start(dummy=False)
 
     model = ServedModel(
-        name="m",
+        name=name,
         tokenizer=TOKENIZER,
         context_tokens=CONTEXT,
         render=render,

@@ -4,6 +4,7 @@ sentence and a hint.
     GyreError
     ├── ConfigError       A key, type or value in the TOML or on the command line.
     ├── InputError        A model folder, data file, row, prompt or reward function of the user's.
+    │   └── PromptTooLong A prompt that certainly has more tokens than its context.
     ├── RewardError       A reward that broke during a run; a command ends with exit code 1.
     ├── DivergedError     Training that no longer makes finite numbers; exit code 1.
     ├── MemoryBudgetError A component or a move does not fit, or memory did not come back.
@@ -46,6 +47,10 @@ class ConfigError(GyreError):
 
 class InputError(GyreError):
     kind = "input"
+
+
+class PromptTooLong(InputError):
+    """A prompt certainly has more tokens than fit; how many is not known."""
 
 
 class RewardError(GyreError):

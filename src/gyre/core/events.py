@@ -1076,6 +1076,15 @@ EVENTS = {
         "request_id",
         counted=True,
     ),
+    "serve.prompt_late": EventKind(
+        "A prompt was not read in time; its request was refused.",
+        "path seconds",
+        counted=True,
+        own={
+            "path": Field("str", "", "the request's route"),
+            "seconds": Field("float", "s", "that it had"),
+        },
+    ),
     "serve.library_warning": EventKind(
         "A library of the server logged a warning or an error.",
         "logger level message error",

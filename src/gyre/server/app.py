@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import GyreError
@@ -39,6 +37,8 @@ from gyre.server.generation import ServedModel, TokenUsage, check_top, find_sess
 from gyre.server.metrics.measured import SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
+from gyre.server.prompt_reader import ClientGone, PromptReader
+from gyre.server.read_body import read_body
 from gyre.server.respond import (
     ActiveRequest,
     AnswerSource,
@@ -55,15 +55,11 @@ from gyre.server.schema import (
     DetokenizeBody,
     GenerateBody,
     TokenizeBody,
-    find_unsupported,
 )
 from gyre.server.tracing.marks import trace_fields
 
-MOST_BODY_BYTES = 8 << 20
 PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
 READY_S = 5.0  # longest wait for the engines' answer about their health
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 class Api:
@@ -73,11 +69,19 @@ class Api:
         self._service = service
         self._model = service.model
         self._gate = gate
+        self._prompts = PromptReader(service.model, service.metrics, service.emit)
         self._document = make_document()
         self._started_s = int(time.time())
 
     async def models(self, http: HttpRequest) -> Response:
-        entry = {
+        return JSONResponse({"object": "list", "data": [self._describe_model()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        self._check_model(http.path_params["model"])
+        return JSONResponse(self._describe_model())
+
+    def _describe_model(self) -> dict[str, Any]:
+        return {
             "id": self._model.name,
             "object": "model",
             "created": self._started_s,
@@ -85,7 +89,6 @@ class Api:
             "max_model_len": self._model.context_tokens,
             "version": self._model.find_version(),
         }
-        return JSONResponse({"object": "list", "data": [entry]})
 
     async def live(self, http: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
@@ -114,24 +117,23 @@ class Api:
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
         with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
-            tokens = self._model.tokenizer.encode(body.prompt).tolist()
-        longest = self._model.context_tokens
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
+            answer = await self._prompts.tokenize(body.prompt, http)
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, DetokenizeBody)
         with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
-            prompt = self._model.tokenizer.decode(body.tokens)
-        return JSONResponse({"prompt": prompt})
+            answer = await self._prompts.detokenize(body.tokens, http)
+        return Response(answer, media_type="application/json")
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_body(http, ChatBody)
-        self._check_model(body.model)
-        if body.top_logprobs is not None and not body.logprobs:
+        self._check(body)
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: need logprobs = true with it", param="top_logprobs")
         form = self._model.answer_format
         messages, tools = read_messages(body), read_tools(body, form)
-        tokens = self._model.render(messages, tools)
+        tokens = await self._prompts.render(messages, tools, http, deadline_s=body.deadline_s)
         request = make_request(
             body,
             tokens,
@@ -140,6 +142,7 @@ class Api:
             stream=body.stream,
             n=body.n,
             most_tokens=body.most_tokens,
+            prompt_field="messages",
             top_logprobs=check_top(body.top_logprobs or 0, "top_logprobs"),
             session_id=find_session(http.headers, body.prompt_cache_key),
         )
@@ -165,9 +168,10 @@ class Api:
 
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
-        self._check_model(body.model)
+        self._check(body)
         session_id = find_session(http.headers, body.prompt_cache_key)
-        work, answer = open_completion(body, self._service, session_id=session_id)
+        prompts = await self._prompts.read(body.prompts, http, deadline_s=body.deadline_s)
+        work, answer = open_completion(body, prompts, self._service, session_id=session_id)
         return self._respond(
             http, work, answer, stream=body.stream, includes_usage=body.includes_usage
         )
@@ -175,8 +179,18 @@ class Api:
     async def generate(self, http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
         session_id = find_session(http.headers)
-        work, answer = open_generation(body, self._service, session_id=session_id)
+        deadline_s = body.params.deadline_s
+        (tokens,) = await self._prompts.read([body.prompt], http, deadline_s=deadline_s)
+        work, answer = open_generation(body, tokens, self._service, session_id=session_id)
         return self._respond(http, work, answer, stream=body.stream)
+
+    def _check(self, body: ChatBody | CompletionBody) -> None:
+        """ApiError for another model, or options of a stream that is none."""
+        self._check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(
+                400, "stream_options: need stream = true with it", param="stream_options"
+            )
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -201,31 +215,11 @@ class Api:
         return WholeAnswer(work, answer)
 
 
-async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
-    """Return the parsed body. ApiError for one that is too large, no JSON, or does not fit."""
-    data = bytearray()
-    try:
-        async for part in http.stream():
-            data += part
-            if len(data) > MOST_BODY_BYTES:
-                raise ApiError(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
-    except ClientDisconnect:
-        raise ApiError(400, "the client hung up within the body") from None
-    try:
-        value = json.loads(bytes(data))
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the body is a JSON {type(value).__name__}: need an object")
-    if (found := find_unsupported(value)) is not None:
-        name, what_to_do = found
-        raise ApiError(400, f"{name}: {what_to_do}", param=name)
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from None
+class NoAnswer(Response):
+    """Nothing, to a client that hung up."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return
 
 
 Handlers = dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]]
@@ -265,6 +259,7 @@ def make_routes(api: Api) -> list[Route]:
     get, post = ["GET"], ["POST"]
     return [
         Route("/v1/models", api.models, methods=get),
+        Route("/v1/models/{model:path}", api.model, methods=get),
         Route("/v1/chat/completions", api.chat, methods=post),
         Route("/v1/completions", api.complete, methods=post),
         Route("/generate", api.generate, methods=post),
@@ -313,8 +308,12 @@ def make_handlers(service: Service) -> Handlers:
         )
         return answer(ApiError(500, FAULT))
 
+    async def say_nothing(http: HttpRequest, error: Exception) -> Response:
+        return NoAnswer()
+
     return {
         ApiError: refuse,
+        ClientGone: say_nothing,
         GyreError: refuse_input,
         HTTPException: refuse_route,
         Exception: fail,

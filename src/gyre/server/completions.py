@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from gyre.core.records import Request
 from gyre.server.answers import TextAnswer
 from gyre.server.batch import RequestBatch
@@ -17,7 +19,6 @@ from gyre.server.generation import (
     TokenUsage,
     check_top,
     make_request,
-    read_prompt,
 )
 from gyre.server.respond import ActiveRequest, AnswerSource, Service
 from gyre.server.schema import ApiError, CompletionBody
@@ -27,9 +28,10 @@ MOST_TOLD = 1 << 20  # log-probs of prompts in an answer, alternatives included
 
 
 def open_completion(
-    body: CompletionBody, service: Service, *, session_id: str = ""
+    body: CompletionBody, prompts: Sequence[np.ndarray], service: Service, *, session_id: str = ""
 ) -> tuple[AnswerSource, TextAnswer]:
-    """Return the requests and their answer. ApiError where one of the prompts would be refused."""
+    """Return the requests and their answer; `prompts` are int32 ids of each. ApiError where one of
+    them would be refused."""
     model = service.model
     prompt_only = body.echo and body.max_tokens == 0
     if body.max_tokens == 0 and not (prompt_only and body.min_tokens == 0):
@@ -37,7 +39,7 @@ def open_completion(
             400, "max_tokens = 0: need echo = true and no min_tokens with it", param="max_tokens"
         )
     name = f"{TextAnswer.prefix}-{uuid.uuid4().hex}"
-    requests = _make_requests(body, model, name, session_id=session_id)
+    requests = _make_requests(body, prompts, model, name, session_id=session_id)
     answer = TextAnswer(
         name,
         model.name,
@@ -54,15 +56,20 @@ def open_completion(
 
 
 def _make_requests(
-    body: CompletionBody, model: ServedModel, name: str, *, session_id: str
+    body: CompletionBody,
+    prompts: Sequence[np.ndarray],
+    model: ServedModel,
+    name: str,
+    *,
+    session_id: str,
 ) -> list[Request]:
     """Return one request of each prompt. Log-probs of a prompt come with the first token after it:
     where none is allowed one is chosen all the same, and left out of the answer."""
-    best, prompts = check_top(body.logprobs or 0, "logprobs"), body.prompts
+    best = check_top(body.logprobs or 0, "logprobs")
     requests = [
         make_request(
             body,
-            read_prompt(prompt, model.tokenizer),
+            prompt,
             model,
             request_id=name if len(prompts) == 1 else f"{name}-{number}",
             stream=body.stream,

@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from gyre.server.message_schema import MessageBody, ToolBody
 from gyre.server.parsers.choose import AnswerFormat
-from gyre.server.schema import ApiError, ChatBody, MessageBody, ToolBody
+from gyre.server.schema import ApiError, ChatBody
 from gyre.text.messages import NO_PARAMETERS, Message, Tool, ToolCall
 
 MOST_DEPTH = 64  # of nested values: templates and JSON recurse into them
@@ -72,12 +73,13 @@ def _read_message(body: MessageBody, where: str) -> Message:
         for number, call in enumerate(body.tool_calls or ())
     ]
     return Message(
-        role=body.role,
+        # as OpenAI's API reads it; few templates know the name, and others would leave the turn out
+        role="system" if body.role == "developer" else body.role,
         content=body.text,
         tool_calls=tuple(calls),
         tool_call_id=body.tool_call_id or "",
         name=body.name or "",
-        reasoning_content=body.reasoning_content or "",
+        reasoning_content=body.reasoning_content or body.reasoning or "",
     )
 
 

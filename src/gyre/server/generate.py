@@ -8,16 +8,17 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from gyre.server.generation import TextDelta, TokenUsage, make_request, read_prompt
+import numpy as np
+
+from gyre.server.generation import TextDelta, TokenUsage, make_request
 from gyre.server.respond import ActiveRequest, Service
 from gyre.server.schema import GenerateBody
 
 
 def open_generation(
-    body: GenerateBody, service: Service, *, session_id: str = ""
+    body: GenerateBody, tokens: np.ndarray, service: Service, *, session_id: str = ""
 ) -> tuple[ActiveRequest, GenerateAnswer]:
-    """Return the request and its answer. ApiError where the engine would refuse it."""
-    tokens = read_prompt(body.prompt, service.model.tokenizer)
+    """Return the request for int32 ids and its answer. ApiError where the engine refuses it."""
     request = make_request(
         body.params,
         tokens,
@@ -25,6 +26,7 @@ def open_generation(
         request_id=f"gen-{uuid.uuid4().hex}",
         stream=body.stream,
         most_tokens=body.params.max_tokens,
+        limit_field="params.max_tokens",
         session_id=session_id,
     )
     usage = TokenUsage(prompt_tokens=len(tokens))

@@ -22,8 +22,10 @@ from gyre.server.parsers.spans import held_chars
 from gyre.server.schema import MOST_SESSION_CHARS, ApiError, SamplingFields
 from gyre.text.detokenizer import Detokenizer
 from gyre.text.messages import Message, Tool
+from gyre.text.prompt_bounds import check_chars, encode_within, too_long
 from gyre.text.tokenizer import Tokenizer
 
+ALL_TOKENS = -1  # top_k of a client that was written for vLLM
 MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
 
@@ -38,6 +40,7 @@ class ServedModel:
     render: Callable[[Sequence[Message], Sequence[Tool]], np.ndarray]
     find_refusal: Callable[[Request], str | None]  # why no engine runs the request
     answer_format: AnswerFormat = field(default_factory=AnswerFormat)
+    runs_template: bool = False  # rendering runs a program of the model's folder
     find_version: Callable[[], int] = lambda: 0  # of the weights that answer now
 
 
@@ -77,12 +80,24 @@ class TokenUsage:
         return "version-" + ",".join(str(version) for version in sorted(self.versions))
 
 
-def read_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> np.ndarray:
-    """Return int32 ids of a prompt that is no conversation; a text begins as the model's do."""
+def read_prompt(prompt: str | list[int], model: ServedModel) -> np.ndarray:
+    """Return int32 ids of a prompt that is no conversation; a text begins as the model's do.
+    PromptTooLong for one that certainly has more than the context."""
+    check_length(prompt, model)
     if not isinstance(prompt, str):
         return np.asarray(prompt, np.int32)
-    prefix = np.asarray(tokenizer.prefix_ids, np.int32)
-    return np.concatenate([prefix, tokenizer.encode(prompt)]).astype(np.int32)
+    prefix = np.asarray(model.tokenizer.prefix_ids, np.int32)
+    tokens = encode_within(model.tokenizer, prompt, model.context_tokens)
+    return np.concatenate([prefix, tokens]).astype(np.int32)
+
+
+def check_length(prompt: str | list[int], model: ServedModel) -> None:
+    """PromptTooLong where the length alone says that a prompt is beyond the context."""
+    most = model.context_tokens
+    if isinstance(prompt, str):
+        check_chars(model.tokenizer, prompt, most)
+    elif len(prompt) > most:
+        raise too_long(f"{len(prompt)} tokens", most)
 
 
 def make_request(
@@ -93,17 +108,20 @@ def make_request(
     request_id: str,
     stream: bool,
     most_tokens: int | None,
+    prompt_field: str = "prompt",
+    limit_field: str = "max_tokens",
     n: int = 1,
     top_logprobs: int = 0,
     prompt_logprobs: int | None = None,
     session_id: str = "",
 ) -> Request:
-    """Return the engine's request. ApiError where the engine would refuse it."""
+    """Return the engine's request. ApiError where the engine would refuse it. Beyond the
+    context, `prompt_field` is to blame, or `limit_field` where the prompt alone would fit."""
     room = max(1, model.context_tokens - len(tokens))
     sampling = Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=body.top_k,
+        top_k=0 if body.top_k == ALL_TOKENS else body.top_k,
         min_p=body.min_p,
         max_tokens=room if most_tokens is None else most_tokens,
         stop=body.stops,
@@ -128,8 +146,10 @@ def make_request(
         session_id=session_id,
     )
     if (reason := model.find_refusal(request)) is not None:
-        is_long = len(tokens) + (most_tokens or 1) > model.context_tokens
-        raise ApiError(400, reason, code="context_length_exceeded" if is_long else "")
+        if len(tokens) + (most_tokens or 1) <= model.context_tokens:
+            raise ApiError(400, reason)
+        param = limit_field if len(tokens) < model.context_tokens else prompt_field
+        raise ApiError(400, reason, param=param, code="context_length_exceeded")
     return request
 
 

@@ -18,6 +18,7 @@ from gyre.server.answer_schema import (
     ErrorBody,
     GenerateResult,
     Liveness,
+    ModelEntry,
     ModelList,
     PromptText,
     QueueLoad,
@@ -41,11 +42,14 @@ FAILURES: Mapping[int, str] = {
     413: "The body is too large.",
     429: "The queue is full, or a limit of the key is reached; Retry-After says when to try again.",
     500: "A fault of the server.",
-    503: "No engine is there to answer.",
+    503: "No engine is there to answer, or the prompt took too long to read.",
     504: "The request's deadline has passed.",
 }
-OF_BODIES = (400, 401, 413, 500)
-OF_ENGINES = (400, 401, 413, 429, 500, 503, 504)
+OF_BODIES = (400, 401, 413, 429, 500, 503)
+OF_ENGINES = (*OF_BODIES, 504)
+
+
+_NO_BRACES = str.maketrans("", "", "{}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,7 @@ class Operation:
     answer: type[BaseModel]
     body: type[BaseModel] | None = None
     event: type[BaseModel] | None = None  # of a stream
+    parameters: tuple[str, ...] = ()  # of the path; may hold slashes
     failures: tuple[int, ...] = (500,)
     other: Mapping[int, type[BaseModel]] = field(default_factory=dict)  # statuses without an error
 
@@ -92,12 +97,20 @@ OPERATIONS = (
     ),
     Operation(path="/v1/models", method="get", summary="List the served model.", answer=ModelList),
     Operation(
+        path="/v1/models/{model}",
+        method="get",
+        summary="Describe the served model.",
+        answer=ModelEntry,
+        parameters=("model",),
+        failures=(401, 404, 500),
+    ),
+    Operation(
         path="/tokenize",
         method="post",
         summary="Turn text into token ids.",
         body=TokenizeBody,
         answer=TokenList,
-        failures=(*OF_BODIES, 429),
+        failures=OF_BODIES,
     ),
     Operation(
         path="/detokenize",
@@ -105,7 +118,7 @@ OPERATIONS = (
         summary="Turn token ids into text.",
         body=DetokenizeBody,
         answer=PromptText,
-        failures=(*OF_BODIES, 429),
+        failures=OF_BODIES,
     ),
     Operation(
         path="/health/live", method="get", summary="Ask if the process answers.", answer=Liveness
@@ -178,6 +191,11 @@ def _as_json(one: Operation) -> dict[str, Any]:
     for status in sorted(one.failures):
         answers[str(status)] = _answer(FAILURES[status], ErrorBody)
     found: dict[str, Any] = {"operationId": _name(one), "summary": one.summary}
+    if one.parameters:
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in one.parameters
+        ]
     if one.body is not None:
         content = {"application/json": _schema_of(one.body)}
         found["requestBody"] = {"required": True, "content": content}
@@ -193,7 +211,7 @@ def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _name(one: Operation) -> str:
-    return "_".join([one.method, *one.path.strip("/").split("/")])
+    return "_".join([one.method, *one.path.translate(_NO_BRACES).strip("/").split("/")])
 
 
 def _metrics_operation() -> dict[str, Any]:

@@ -221,6 +221,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SOURCE] = self._work
         started = False
+        no_usage = {"usage": None} if self._includes_usage else {}
 
         async def go() -> bool:
             nonlocal started
@@ -230,8 +231,9 @@ class EventStream(Response):
                         started = True
                         await send(START)
                         for event in self._answer.first(self._work.num_choices):
-                            await send(as_event(event))
-                    await send(as_event(self._answer.event(piece, self._work.usage)))
+                            await send(as_event(event | no_usage))
+                    event = self._answer.event(piece, self._work.usage)
+                    await send(as_event(event | no_usage))
             if self._includes_usage:
                 await send(as_event(self._answer.last(self._work.usage)))
             await send(END)

@@ -2,7 +2,8 @@
 Out: typed models; responses in the shape of OpenAI's API.
 
 The field names are OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-`priority` and `deadline_s` are extensions. docs/serving.md lists the refusals.
+`priority` and `deadline_s` are extensions. server/refused_fields.py lists what is refused by
+name.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import Discriminator, Field, StringConstraints, Tag
 from starlette.responses import JSONResponse
 
 from gyre.core.records import Sampling
+from gyre.server.message_schema import MessageBody, ToolBody
+from gyre.server.strict_body import StrictBody
 
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 256  # of one request
@@ -23,75 +26,19 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class StrictBody(BaseModel):
-    """A body without unknown fields; values keep their JSON types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class TextPart(StrictBody):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(StrictBody):
-    """What a call asks for."""
-
-    name: Annotated[str, StringConstraints(min_length=1)]
-    arguments: str  # a JSON object
-
-
-class ToolCallBody(StrictBody):
-    """A call that an assistant's message made."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class MessageBody(StrictBody):
-    """One message. server/conversation.py checks which fields go together."""
-
-    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    # what clients send back with an answer, and this server never fills
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-
-    @property
-    def text(self) -> str:
-        """Return the content with its parts joined."""
-        content = self.content or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-class FunctionBody(StrictBody):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolBody(StrictBody):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: FunctionBody
-
-
 class StreamOptions(StrictBody):
     """Settings of a stream."""
 
     include_usage: bool = False
-    """One more event with the usage, at the end."""
+    """One more event with the usage, at the end; in the others it is null."""
+    include_obfuscation: bool = False
+    """Accepted; nothing depends on it."""
+
+
+class TextFormat(StrictBody):
+    """Text without a form: what every answer is."""
+
+    type: Literal["text"]
 
 
 class SamplingFields(StrictBody):
@@ -112,7 +59,7 @@ class SamplingFields(StrictBody):
     logit_bias: dict[str, Number] | None = None
     """Token id to what its logit gains."""
     top_k: int = 0
-    """Keep so many best tokens; 0 keeps all."""
+    """Keep so many best tokens; 0 and -1 keep all."""
     min_p: Number = 0.0
     """Keep tokens with this share of the best probability."""
     repetition_penalty: Number = 1.0
@@ -148,6 +95,9 @@ class _Generation(SamplingFields):
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MOST_SESSION_CHARS)] | None = None
     """Requests with one key prefer one engine; before the header x-session-id."""
 
+    response_format: TextFormat | None = None
+    """Text alone: grammars are refused."""
+
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -171,7 +121,17 @@ class ChatBody(_Generation):
     logprobs: bool = False
     """Tell each token's log-prob."""
     top_logprobs: int | None = None
-    """Tell so many alternatives at each token, at most 20; needs logprobs."""
+    """Tell so many alternatives at each token, at most 20; more than 0 need logprobs."""
+    modalities: list[Literal["text"]] | None = None
+    """Text alone."""
+    service_tier: Literal["auto", "default"] | None = None
+    """Accepted; nothing depends on it."""
+    metadata: dict[str, str] | None = None
+    """Accepted; nothing depends on it."""
+    store: bool | None = None
+    """Accepted; nothing is stored."""
+    safety_identifier: str | None = None
+    """Accepted; nothing depends on it."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -219,6 +179,8 @@ class CompletionBody(_Generation):
     """Tokens chosen at most; 0 goes with echo."""
     echo: bool = False
     """Put the prompt before its completions, with its log-probs where they are asked for."""
+    best_of: int | None = None
+    """n, or 1: every completion is returned."""
     logprobs: int | None = None
     """Tell each token's log-prob, and so many alternatives, at most 20."""
 
@@ -263,21 +225,6 @@ class DetokenizeBody(StrictBody):
     """Accepted; nothing depends on it."""
     tokens: list[TokenId]
     """Their ids."""
-
-
-# Fields of OpenAI's API that are refused by name, with what to do instead.
-UNSUPPORTED: dict[str, str] = {
-    "response_format": "grammars are not supported yet; ask for the format in the prompt",
-    "functions": "the older form is not supported; give them as tools",
-    "function_call": "the older form is not supported; give tool_choice",
-    "suffix": "text cannot be inserted before a suffix; put it into the prompt",
-    "best_of": "every completion is returned; choose among n of them",
-}
-
-
-def find_unsupported(body: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the first field that the API of OpenAI has and this one does not, and what to do."""
-    return next(((name, UNSUPPORTED[name]) for name in body if name in UNSUPPORTED), None)
 
 
 RETRY_S = 1  # what Retry-After says where nobody knows better

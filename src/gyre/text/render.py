@@ -13,6 +13,7 @@ import numpy as np
 
 from gyre.core.errors import ConfigError, InputError
 from gyre.text.messages import AnyMessage, Tool, as_turns
+from gyre.text.prompt_bounds import encode_within
 from gyre.text.tokenizer import Tokenizer
 
 Messages = Sequence[AnyMessage]
@@ -26,8 +27,10 @@ def render_prompt(
     system: str = "",
     options: Mapping[str, Any] | None = None,
     tools: Sequence[Tool] = (),
+    most_tokens: int | None = None,
 ) -> tuple[np.ndarray, str]:
-    """Return (int32 ids, text) up to the model's turn.
+    """Return (int32 ids, text) up to the model's turn. With `most_tokens`, PromptTooLong where
+    there are certainly more.
 
     `template` is "chat", the tokenizer's own; ours writes the prompt and a newline. Otherwise it is
     a text with {prompt}, and {system} if `system` is given. A conversation needs "chat". `system`
@@ -44,7 +47,8 @@ def render_prompt(
     (text,) = render_texts(
         tokenizer, [prompt], template=template, system=system, options=options, tools=tools
     )
-    return encode_rendered(tokenizer, text, template=template), text
+    tokens = encode_rendered(tokenizer, text, template=template, most_tokens=most_tokens)
+    return tokens, text
 
 
 def render_texts(
@@ -78,10 +82,15 @@ def render_texts(
     return [prompt.join(parts) for prompt in prompts if isinstance(prompt, str)]
 
 
-def encode_rendered(tokenizer: Tokenizer, text: str, *, template: str) -> np.ndarray:
+def encode_rendered(
+    tokenizer: Tokenizer, text: str, *, template: str, most_tokens: int | None = None
+) -> np.ndarray:
     """Return int32 ids of a rendered prompt. A chat template writes BOS itself; otherwise it is
     prepended, unless the template spells it."""
-    tokens = tokenizer.encode(text)
+    if most_tokens is None:
+        tokens = tokenizer.encode(text)
+    else:
+        tokens = encode_within(tokenizer, text, most_tokens)
     prefix = np.asarray(tokenizer.prefix_ids, dtype=np.int32)
     if template == "chat" or not prefix.size or np.array_equal(tokens[: prefix.size], prefix):
         return tokens

@@ -8,6 +8,7 @@ which shortens procedural prompts. transformers is imported only for hub folders
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -25,6 +26,7 @@ from gyre.core.hub import is_hub_name, near_folders
 from gyre.text.chat_template import ChatTemplate, Messages
 from gyre.text.hub import HubFiles, load_hub_tokenizer
 from gyre.text.messages import Tool, as_turns
+from gyre.text.token_chars import find_most_token_chars
 
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<answer>", "</answer>")
@@ -109,21 +111,39 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text` as int32. Special tokens spelled in it become their ids; none is
         added."""
+        self.check_text(text)
+        if len(text) <= _PIECE_CHARS:
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+            return np.asarray(ids, dtype=np.int32)
+        # only this form lets other threads run meanwhile
+        ids = self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return _as_array(ids)
+
+    def check_text(self, text: str) -> None:
+        """InputError for a text that UTF-8 cannot hold."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(
                 f"text with a lone surrogate at character {error.start}: {text[:40]!r} … cannot "
                 "be encoded",
-                hint="write the file as valid UTF-8; such characters come from a cut emoji in "
-                "JSON escapes",
+                hint="give both halves of the character, as valid UTF-8; a half comes from an "
+                "emoji that was cut in JSON escapes",
             ) from error
-        return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    @functools.cached_property
+    def most_token_chars(self) -> int | None:
+        """Characters of a text that a token stands for at most; None where nothing bounds them."""
+        return find_most_token_chars(self.backend)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
         """Return the text of `ids`. `skip_special` omits pad and end, never <think> or <answer>.
         Unknown ids yield nothing."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        plain = [int(i) for i in ids]
+        if len(plain) <= _PIECE_CHARS:
+            return self.backend.decode(plain, skip_special_tokens=skip_special)
+        # only this form lets other threads run meanwhile
+        return self.backend.decode_batch([plain], skip_special_tokens=skip_special)[0]
 
     @property
     def special_ids(self) -> dict[str, int]:
@@ -148,6 +168,12 @@ class Tokenizer:
         """The template that renders conversations with tools; "" when there is none."""
         template = self._tool_template
         return self.chat_template if template is None else template.source
+
+    @property
+    def runs_template(self) -> bool:
+        """Return whether conversations are rendered by a program of the model's folder, which may
+        take its time."""
+        return self._template is not None
 
     @property
     def takes_tools(self) -> bool:
@@ -213,9 +239,8 @@ class Tokenizer:
         """
         found = 0
         for start in range(0, len(text), _PIECE_CHARS):
-            found += len(
-                self.backend.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False)
-            )
+            piece = text[start : start + _PIECE_CHARS]
+            found += len(self.backend.encode_batch_fast([piece], add_special_tokens=False)[0])
             # a cut between pieces adds a few tokens, never as many again
             if found > 2 * num_tokens + _PIECE_CHARS:
                 return True
@@ -241,6 +266,15 @@ class Tokenizer:
         config_path.write_text(
             json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
+
+
+def _as_array(ids: list[int]) -> np.ndarray:
+    """Return int32 ids. A long list goes piece by piece: other threads wait for each."""
+    pieces = [
+        np.asarray(ids[start : start + _PIECE_CHARS], dtype=np.int32)
+        for start in range(0, len(ids), _PIECE_CHARS)
+    ]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:

@@ -55,6 +55,7 @@ OWNED = {
     ("launch/serving/server.py", "running_engines"): "the start, whose parts have deadlines",
     ("cluster/engine_pool/probe.py", "ask"): "nothing: the call is done",
     ("server/batch.py", "interleave"): "the engine, which ends every stream, or the client",
+    ("server/work_threads.py", "_serve"): "the next piece of work, or the end of its owner",
     ("server/respond.py", "__call__"): "arithmetic on a thread: an answer is formed",
     ("launch/serving/served_weights.py", "change"): "the change, whose parts have deadlines",
     ("launch/serving/served_weights.py", "aclose"): "the change, which is cancelled",

@@ -59,7 +59,7 @@ def test_the_events_of_a_stream_join_to_the_whole_answer() -> None:
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"params": {}}, "prompt"),
-        ({"prompt": "a", "params": {"max_tokens": 500}}, None),
+        ({"prompt": "a", "params": {"max_tokens": 500}}, "params.max_tokens"),
     ],
 )
 def test_what_is_not_accepted_is_refused_by_name(body: dict[str, Any], param: str | None) -> None:

@@ -39,7 +39,7 @@ def test_it_is_served_and_has_every_route() -> None:
     async def go() -> tuple[Any, set[tuple[str, str]]]:
         async with api() as on:
             routes = {
-                (route.path, method.lower())
+                (route.path.replace(":path", ""), method.lower())
                 for route in on.app.routes
                 if isinstance(route, Route)
                 for method in route.methods or ()
@@ -84,11 +84,13 @@ def test_answers_and_events_fit_it(path: str, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("path", [one.path for one in OPERATIONS if one.method == "get"])
 def test_what_can_be_looked_at_fits_it(path: str) -> None:
     async def go() -> None:
+        url = path.format(model="m")
         async with api() as on:
-            answer = await on.client.get(path)
+            answer = await on.client.get(url)
+            assert answer.status_code == 200
             check(answer.json(), schema_name(path, "get", answer.status_code))
             await on.engine.terminate()
-            answer = await on.client.get(path)
+            answer = await on.client.get(url)
             assert answer.status_code == (503 if path in ("/health", "/health/ready") else 200)
             check(answer.json(), schema_name(path, "get", answer.status_code))
 

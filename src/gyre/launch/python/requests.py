@@ -87,7 +87,7 @@ class Asked:
             tokens = model.render(read_messages(body), ())
         else:
             (prompt,) = body.prompts  # each of a list is asked for by itself
-            tokens = read_prompt(prompt, model.tokenizer)
+            tokens = read_prompt(prompt, model)
         return make_request(
             body,
             tokens,
@@ -157,7 +157,7 @@ def chat_asked(messages: Messages, asked: Mapping[str, Any], *, stream: bool = F
     """Return what asks for the next turn. InputError for what the API refuses."""
     refuse_unknown(asked, ChatArgs)
     given = {name: _plain(value) for name, value in asked.items()}
-    if given.get("top_logprobs") is not None and not given.get("logprobs"):
+    if given.get("top_logprobs") and not given.get("logprobs"):
         raise InputError("top_logprobs: need logprobs = True with it")
     return Asked(_check(ChatBody, {**given, "messages": _plain(messages), "stream": stream}))
 

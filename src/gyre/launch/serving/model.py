@@ -38,11 +38,16 @@ def served_model(
         reasoning_parser=reasoning_parser,
         special_ids=tokenizer.special_ids,
     )
+    _ = tokenizer.most_token_chars  # looks through the vocabulary once, before any request
+    context_tokens = min(limits.context_tokens, limits.cache_tokens + 1)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
-        context_tokens=min(limits.context_tokens, limits.cache_tokens + 1),
-        render=lambda messages, tools: render_messages(tokenizer, messages, tools, config),
+        context_tokens=context_tokens,
+        render=lambda messages, tools: render_messages(
+            tokenizer, messages, tools, config, most_tokens=context_tokens
+        ),
+        runs_template=has_template and tokenizer.runs_template,
         answer_format=answer_format,
         find_refusal=lambda request: find_refusal(request, limits),
         find_version=find_version,
@@ -50,10 +55,16 @@ def served_model(
 
 
 def render_messages(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], config: RunConfig
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    config: RunConfig,
+    *,
+    most_tokens: int | None = None,
 ) -> np.ndarray:
     """Return int32 ids of a conversation up to the model's turn. InputError where the run's
-    template holds one question and the conversation is longer."""
+    template holds one question and the conversation is longer. PromptTooLong for one that certainly
+    has more than `most_tokens`."""
     data = config.data
     prompt: Any = messages
     if data.template != "chat":
@@ -71,5 +82,6 @@ def render_messages(
         system="" if has_system else data.system,
         options=data.template_options,
         tools=tools,
+        most_tokens=most_tokens,
     )
     return tokens
