@@ -458,6 +458,15 @@ class ProcessLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """A folder of the host that a worker is to have at a place of its own file system."""
+
+    host_path: str
+    place: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
     """A worker to be started: one process with its devices."""
 
@@ -475,3 +484,4 @@ class RoleSpec:
     # it sees gyre alone
     interpreter: str = ""
     limits: ProcessLimits = field(default_factory=ProcessLimits)
+    mounts: tuple[Mount, ...] = ()  # for clusters of containers; the others refuse them
