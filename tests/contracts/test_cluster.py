@@ -88,7 +88,7 @@ def test_calls_are_answered_and_events_come_along(cluster) -> None:
 def test_mounts_are_refused_by_name(cluster) -> None:
     async def main() -> None:
         mounts = (Mount(host_path="/srv/data", place="/data"),)
-        with pytest.raises(ConfigError, match="worker one is to have mounts .*/srv/data at /data"):
+        with pytest.raises(ConfigError, match="one is to have mounts"):
             await cluster.start(spec("one", mounts=mounts))
 
     go(main)

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from link_audit import audited, check_audit
 from system_runs import Answer, Command, Fault, events_of, read_story, write_config
 
 from etcd_process import EtcdProcess
@@ -112,7 +113,7 @@ def learn(folder: Path, etcd: EtcdProcess, networks: list[Network]) -> tuple[Ans
             worker="member-b",
         )
     config = write_config(folder, settings(reward, options, **given))
-    command = Command("train", config, "--plain", folder=folder, fault=fault)
+    command = Command("train", config, "--plain", folder=folder, fault=fault, **audited(folder))
     try:
         if not networks:
             return command.wait(), None
@@ -152,6 +153,12 @@ def test_a_policy_learns_from_rollouts_of_vllm(learned: Learned) -> None:
     versions = [row["version"] for row in events_of(run, "weights.published")]
     assert versions == list(range(STEPS + 1))
     look_at_timeline(run)
+
+
+def test_no_weights_cross_a_link_or_a_pickle(learned: Learned) -> None:
+    """vLLM's own processes pickle what they tell each other; they are looked at for Ray alone."""
+    weights = learned.run / "export" / "model.safetensors"
+    check_audit(learned.run.parents[1], weights.stat().st_size, handovers=STEPS + 1, processes=3)
 
 
 def test_versions_and_leases_are_in_etcd(learned: Learned) -> None:

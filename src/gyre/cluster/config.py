@@ -36,8 +36,8 @@ class ClusterConfig(Section):
     engines (over gloo on a CPU); on GPUs it needs colocated = false. Every version is in shared
     memory too, for an engine that comes late, and for one that loses its way to a device."""
     weight_dtype: Literal["same", "fp8"] = "same"
-    """pod: the number format in which a version goes to the engines. same: theirs. fp8: quantized as
-    it is registered; not there yet, and refused."""
+    """pod: the number format in which a version goes to the engines. same: theirs. fp8: quantized
+    as it is registered; not there yet, and refused."""
     members_address: str = ""
     """pod: "host:port" at which engines of other hosts join the run (gyre sidecar join); they read
     weights at the next port. Port 0 takes free ones. Empty: none may join. Neither is encrypted:
