@@ -146,7 +146,9 @@ def test_a_policy_learns_from_rollouts_of_vllm(learned: Learned) -> None:
     """Its log-probs are those of its own kernels: the gap is small, and not zero."""
     run, answer = learned.run, learned.answer
     assert answer.code == 0 and not answer.left_behind, f"{answer.err}\n{events_of(run)[-20:]}"
-    steps = read_story(run).steps
+    story = read_story(run)
+    steps = story.steps
+    assert {row["logprob_kind"] for row in story.samples} == {"processed"}
     assert max(step["metrics"]["logprob_gap_max"] for step in steps) < 1e-2, steps
     rewards = [step["metrics"]["reward"] for step in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
