@@ -11,7 +11,7 @@ from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.core.records import Request
 from gyre.sidecars.vllm.engine import VllmEngine
-from gyre.sidecars.vllm.llm import LlmProcess, VllmSettings
+from gyre.sidecars.vllm.llm import LlmProcess, VllmRole, VllmSettings
 from gyre.sidecars.vllm.requests import Growth, TokenLimits
 from gyre.sidecars.vllm.versions import build_for
 from gyre.weights.protocol import ReceiverState
@@ -30,6 +30,8 @@ SETTINGS = VllmSettings(
     start_deadline_s=1.0,
     update_deadline_s=1.0,
 )
+LIMITS = TokenLimits(vocab_size=50, context_tokens=40, most_completions=8)
+ROLE = VllmRole(settings=SETTINGS, limits=LIMITS, drain_deadline_s=1.0, during_training="keep")
 
 
 class ScriptedVllm(VllmEngine):
@@ -37,9 +39,8 @@ class ScriptedVllm(VllmEngine):
     its place in the completion."""
 
     def __init__(self, *, told: int, more: int, emit: Any) -> None:
-        limits = TokenLimits(vocab_size=50, context_tokens=40, most_completions=8)
         build = build_for("cpu")
-        super().__init__(SETTINGS, build, limits, emit=emit, drain_deadline_s=1.0, version=VERSION)
+        super().__init__(SETTINGS, build, LIMITS, emit=emit, drain_deadline_s=1.0, version=VERSION)
         self._told = told
         self._more = more
         self._process = LlmProcess(SETTINGS)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -21,6 +22,7 @@ from gyre.cluster.worker.process_group import find_members
 from gyre.cluster.worker.rpc import ask
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import ProcessLimits, RoleSpec
+from scripted_vllm import ROLE
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -92,6 +94,25 @@ def test_an_environment_that_lacks_a_package_is_named(bare: Path) -> None:
     async def main(cluster: ProcessCluster) -> None:
         with pytest.raises(ConfigError, match=r"lacks what .*vllm_worker imports: No module named"):
             await cluster.start(spec(interpreter=str(bare), environment={}, builder=builder))
+
+    go(main)
+
+
+def test_a_vllm_that_lacks_a_package_is_named(bare: Path) -> None:
+    """All that we import is there; what vLLM imports is not."""
+    (site,) = bare.parents[1].glob("lib/python*/site-packages")
+    (site / "ours.pth").write_text(str(Path(psutil.__file__).parents[1]))
+    (site / "vllm").mkdir()
+    (site / "vllm" / "__init__.py").write_text("import of_vllm_alone")
+    builder = "gyre.launch.placement.vllm_worker:build_vllm_engine"
+    arguments = {"role_json": msgspec.json.encode(ROLE).decode()}
+    role = spec(interpreter=str(bare), environment={}, builder=builder, arguments=arguments)
+    told = r"has no whole vLLM: No module named 'of_vllm_alone'"
+
+    async def main(cluster: ProcessCluster) -> None:
+        with pytest.raises(ConfigError, match=told) as raised:
+            await cluster.start(role)
+        assert "gyre sidecar install vllm" in raised.value.hint
 
     go(main)
 
