@@ -125,6 +125,21 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     go(main)
 
 
+def test_an_interpreter_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
+    """It is there, and never gets to our program."""
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+
+    async def main(cluster: ProcessCluster) -> None:
+        with pytest.raises(WorkerLate, match=r"w \(this host, pid \d+\).*build"):
+            await cluster.start(spec(interpreter=str(hanging), deadline_s=0.3))
+        left = [one.cmdline() for one in psutil.Process().children(recursive=True)]
+        assert ["sleep", "600"] not in left
+
+    go(main)
+
+
 def test_limits_hold_for_the_process_and_what_it_starts() -> None:
     core = min(os.sched_getaffinity(0))
 
