@@ -22,7 +22,7 @@ from gyre.cluster.ray_cluster import RayCluster
 from gyre.cluster.worker.rpc import arrive, ask
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import ConfigError, DeadlineError, InputError, WorkerLost
-from gyre.core.records import Health, RoleSpec
+from gyre.core.records import Health, Mount, RoleSpec
 from local_cluster import LocalCluster
 
 EVENTS: list[tuple[str, str, dict[str, Any]]] = []
@@ -81,6 +81,15 @@ def test_calls_are_answered_and_events_come_along(cluster) -> None:
         assert ("one", "engine.prefix_cleared", {"pages": 11, "reason": "echo"}) in EVENTS
         assert handle.name == "one" and str(await ask(handle, "pid", deadline_s=20)) in handle.place
         await cluster.stop(handle)
+
+    go(main)
+
+
+def test_mounts_are_refused_by_name(cluster) -> None:
+    async def main() -> None:
+        mounts = (Mount(host_path="/srv/data", place="/data"),)
+        with pytest.raises(ConfigError, match="one is to have mounts"):
+            await cluster.start(spec("one", mounts=mounts))
 
     go(main)
 

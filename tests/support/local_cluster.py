@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Literal
 
-from gyre.cluster.worker.rpc import STARTS, arrive
+from gyre.cluster.worker.rpc import STARTS, arrive, refuse_mounts
 from gyre.cluster.worker.server import OnEvent, WorkerServer, settle_reply
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import WorkerLost
@@ -109,6 +109,7 @@ class LocalCluster:
         self.handles: dict[str, LocalHandle] = {}
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
+        refuse_mounts(spec)
         handle = LocalHandle(spec, self._on_event)
         try:
             await arrive(handle.build(), handle, "build", spec.deadline_s, key=STARTS)

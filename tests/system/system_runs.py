@@ -186,8 +186,10 @@ class Command:
         fault: Fault | None = None,
         file_bytes: int = 0,
         env: Mapping[str, str] | None = None,
+        links: Path | None = None,
     ) -> None:
-        """`file_bytes` is the size past which no file may grow (0: no limit)."""
+        """`file_bytes` is the size past which no file may grow (0: no limit). A file of `links` gets
+        what went over the links to workers (`link_audit`)."""
         self._mark = uuid.uuid4().hex
         # not in `folder`, which may be a full disk
         self._logs = tempfile.TemporaryDirectory(prefix="gyre-logs-")
@@ -199,6 +201,7 @@ class Command:
                 "fault": fault,
                 "file_bytes": file_bytes,
                 "env": {**(env or {}), MARK: self._mark},
+                "links": links,
             },
         )
         self.process.start()
@@ -255,6 +258,7 @@ def _child(
     fault: Fault | None,
     file_bytes: int,
     env: Mapping[str, str],
+    links: Path | None,
 ) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -270,9 +274,16 @@ def _child(
     if file_bytes:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    from link_audit import LinkWatch
+
     from gyre.cli.main import main
 
-    main()
+    watch = LinkWatch() if links is not None else None
+    try:
+        main()
+    finally:
+        if watch is not None and links is not None:
+            watch.write(links)
 
 
 def _arm(fault: Fault) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from link_audit import audited, check_audit
 from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
 
 from etcd_process import EtcdProcess
@@ -57,9 +58,20 @@ def segments(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Story:
-    folder = tmp_path_factory.mktemp("whole")
-    story = finished(folder, IN_POD)
+    return audited_run(tmp_path_factory.mktemp("whole"), IN_POD)
+
+
+def audited_run(folder: Path, sets: Mapping[str, Any]) -> Story:
+    """Run to the end, and look that only addresses of weights crossed its links."""
+    story = finished(folder, sets, **audited(folder))
     assert not segments(folder), "a run that has ended leaves no shared memory"
+    cluster = sets["cluster"]
+    check_audit(
+        folder,
+        (folder / "runs" / "tiny" / "export" / "model.safetensors").stat().st_size,
+        handovers=sets["trainer.steps"] + 1,
+        processes=1 + cluster["num_workers"] + cluster["engine_workers"],
+    )
     return story
 
 
@@ -102,7 +114,7 @@ def test_ranks_and_engines_in_any_numbers(tmp_path: Path, undisturbed: Story, ze
     cluster = {**IN_POD["cluster"], "num_workers": 2, "engine_workers": 1 + zero // 3}
     residency = "phase" if zero == 3 else "auto"
     sets = {**IN_POD, "cluster": cluster, "parallel.zero": zero, "memory.residency": residency}
-    story = finished(tmp_path, sets)
+    story = audited_run(tmp_path, sets)
     steps = pod_steps(tell(read_events(tmp_path / "runs" / "tiny" / "events.jsonl")))
     look_at_activities(steps, moves=zero == 3, num_engines=cluster["engine_workers"])
     look_close(story, undisturbed)

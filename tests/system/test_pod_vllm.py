@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from link_audit import audited, check_audit
 from system_runs import Answer, Command, Fault, events_of, read_story, write_config
 
 from etcd_process import EtcdProcess
@@ -112,7 +113,7 @@ def learn(folder: Path, etcd: EtcdProcess, networks: list[Network]) -> tuple[Ans
             worker="member-b",
         )
     config = write_config(folder, settings(reward, options, **given))
-    command = Command("train", config, "--plain", folder=folder, fault=fault)
+    command = Command("train", config, "--plain", folder=folder, fault=fault, **audited(folder))
     try:
         if not networks:
             return command.wait(), None
@@ -145,13 +146,21 @@ def test_a_policy_learns_from_rollouts_of_vllm(learned: Learned) -> None:
     """Its log-probs are those of its own kernels: the gap is small, and not zero."""
     run, answer = learned.run, learned.answer
     assert answer.code == 0 and not answer.left_behind, f"{answer.err}\n{events_of(run)[-20:]}"
-    steps = read_story(run).steps
+    story = read_story(run)
+    steps = story.steps
+    assert {row["logprob_kind"] for row in story.samples} == {"processed"}
     assert max(step["metrics"]["logprob_gap_max"] for step in steps) < 1e-2, steps
     rewards = [step["metrics"]["reward"] for step in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     versions = [row["version"] for row in events_of(run, "weights.published")]
     assert versions == list(range(STEPS + 1))
     look_at_timeline(run)
+
+
+def test_no_weights_cross_a_link_or_a_pickle(learned: Learned) -> None:
+    """vLLM's own processes pickle what they tell each other; they are looked at for Ray alone."""
+    weights = learned.run / "export" / "model.safetensors"
+    check_audit(learned.run.parents[1], weights.stat().st_size, handovers=STEPS + 1, processes=3)
 
 
 def test_versions_and_leases_are_in_etcd(learned: Learned) -> None:

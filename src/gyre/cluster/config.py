@@ -35,6 +35,9 @@ class ClusterConfig(Section):
     shared devices and for others of the host that are peers. nccl: each rank broadcasts to all
     engines (over gloo on a CPU); on GPUs it needs colocated = false. Every version is in shared
     memory too, for an engine that comes late, and for one that loses its way to a device."""
+    weight_dtype: Literal["same", "fp8"] = "same"
+    """pod: the number format in which a version goes to the engines. same: theirs. fp8: quantized
+    as it is registered; not there yet, and refused."""
     members_address: str = ""
     """pod: "host:port" at which engines of other hosts join the run (gyre sidecar join); they read
     weights at the next port. Port 0 takes free ones. Empty: none may join. Neither is encrypted:
@@ -97,6 +100,11 @@ class ClusterConfig(Section):
         if self.weight_transport != "shm" and self.kind != "pod":
             raise ValueError(
                 f"kind = '{self.kind}' does not use weight_transport: give kind = 'pod'"
+            )
+        if self.weight_dtype == "fp8":
+            raise ValueError(
+                "weight_dtype = 'fp8': weights are not quantized on the way to engines yet, which "
+                "take weight_dtype = 'same': leave it out"
             )
         if self.members_address and self.kind != "pod":
             raise ValueError(

@@ -29,7 +29,7 @@ from typing import Any
 
 from gyre.cluster.worker.link import LinkHandle
 from gyre.cluster.worker.process_group import end_group
-from gyre.cluster.worker.rpc import STARTS, arrive
+from gyre.cluster.worker.rpc import STARTS, arrive, refuse_mounts
 from gyre.cluster.worker.server import OnEvent
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError
@@ -119,6 +119,7 @@ class ProcessCluster:
         self._package: tempfile.TemporaryDirectory[str] | None = None
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
+        refuse_mounts(spec)
         wanted = math.ceil(spec.gpus)
         if any(number >= len(self._gpus) for number in spec.devices):
             raise ConfigError(

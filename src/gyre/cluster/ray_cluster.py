@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from gyre.cluster.config import ClusterConfig
-from gyre.cluster.worker.rpc import STARTS, arrive
+from gyre.cluster.worker.rpc import STARTS, arrive, refuse_mounts
 from gyre.cluster.worker.server import OnEvent, Reply, WorkerFault, WorkerServer, settle_reply
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
@@ -274,6 +274,7 @@ class RayCluster:
         return sum(node["Alive"] for node in self._ray.nodes())
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
+        refuse_mounts(spec)
         if spec.interpreter or spec.limits != ProcessLimits() or spec.devices:
             own = spec.interpreter or ("GPUs of a number" if spec.devices else "limits of its own")
             raise ConfigError(

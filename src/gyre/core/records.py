@@ -20,6 +20,8 @@ CommitPolicy = Literal["drain", "keep_prefix", "continue"]
 # the loop says "repetition"; an engine says the others
 Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted", "repetition"]
 Tier = Literal["device", "host", "disk", "none"]
+# processed: after temperature and truncation; raw: of the plain softmax
+LogprobKind = Literal["processed", "raw"]
 Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]
 # what the processes of a pod do in a step: the boxes of its drawing in their order, and three more:
@@ -241,6 +243,8 @@ class Rollout:
     finish: Finish
     text: str  # the completion, decoded; a view
     support: Support | None = None  # over the sampled tokens, in order
+    # of `logprobs`, with which the trainer compares its own
+    logprob_kind: LogprobKind = "processed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +462,15 @@ class ProcessLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """A folder of the host that a worker is to have at a place of its own file system."""
+
+    host_path: str
+    place: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
     """A worker to be started: one process with its devices."""
 
@@ -475,3 +488,4 @@ class RoleSpec:
     # it sees gyre alone
     interpreter: str = ""
     limits: ProcessLimits = field(default_factory=ProcessLimits)
+    mounts: tuple[Mount, ...] = ()  # for clusters of containers; the others refuse them

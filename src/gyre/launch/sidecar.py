@@ -32,6 +32,7 @@ from gyre.sidecars.vllm.environment import (
     install,
     process_variables,
     python_of,
+    refuse_missing,
 )
 from gyre.sidecars.vllm.llm import VllmRole, VllmSettings
 from gyre.sidecars.vllm.requests import TokenLimits, find_refusal
@@ -58,11 +59,13 @@ def build_of(config: RunConfig) -> VllmBuild:
 
 
 def ensure_environment(config: RunConfig, build: VllmBuild, emit: Emit) -> Path:
-    """Return the environment's folder; makes a missing one. ConfigError where that fails."""
+    """Return the environment's folder; makes a missing one. ConfigError where that fails, or where
+    packages are gone from one that is there."""
     named = config.engine.vllm.environment
     folder = Path(named).absolute() if named else default_folder(build)
     found = find_environment(folder)
     if found is not None and found.version == build.version:
+        refuse_missing(folder)
         return folder
     install(build, folder, say=lambda text: emit("engine.installing", doing=text))
     return folder

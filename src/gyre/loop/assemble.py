@@ -248,6 +248,9 @@ def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
 
 
 def _sequence(rollout: Rollout, *, score: float | None = None) -> TrainSequence:
+    assert rollout.logprob_kind == "processed", (
+        f"{rollout.rollout_id} has {rollout.logprob_kind} log-probs, the trainer's are processed"
+    )
     return TrainSequence(
         tokens=rollout.tokens,
         columns={"loss_mask": rollout.sampled, "logprobs": rollout.logprobs},

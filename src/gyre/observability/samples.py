@@ -69,6 +69,7 @@ def sample_row(
         "tokens": tokens,
         "pieces": list(pieces),
         "logprobs": logprobs,
+        "logprob_kind": rollout.logprob_kind,
         "score": score.value,
         "parts": parts,
         "finish": rollout.finish,

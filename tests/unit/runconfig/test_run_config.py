@@ -575,6 +575,15 @@ def test_new_weights_under_running_rollouts_need_rollouts_beside_training():
     assert "weight_update = 'continue' needs max_staleness of 1 or more" in told
 
 
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_weights_quantized_on_the_way_are_refused(engine):
+    told = refusal(cluster={"kind": "pod", "weight_dtype": "fp8"}, engine={"kind": engine})
+    assert "weight_dtype = 'fp8': weights are not quantized" in told
+    assert "take weight_dtype = 'same': leave it out" in told
+    tables = {**MODEL, "cluster": {"kind": "pod", "weight_dtype": "same"}}
+    assert parse_run_config(tables, where="run.toml").cluster.weight_dtype == "same"
+
+
 def test_members_may_work_beside_vllm():
     pod = {"kind": "pod", "members_address": "127.0.0.1:0"}
     tables = {**MODEL, "engine": {"kind": "vllm"}, "cluster": pod}

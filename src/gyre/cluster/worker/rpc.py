@@ -10,8 +10,9 @@ from typing import Any
 
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import WorkerLate, WorkerLost
+from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.liveness import decide
+from gyre.core.records import RoleSpec
 
 # after one of these the worker's state is unknown
 LOSSES = (WorkerLost, WorkerLate, WorkerFault)
@@ -19,6 +20,18 @@ LOSSES = (WorkerLost, WorkerLate, WorkerFault)
 CALLS, STARTS, HANGS = "cluster.call_deadline_s", "cluster.start_deadline_s", "cluster.hang_s"
 LOOK_S = 1.0  # between two looks at a worker, and longest wait for the answer to one
 STACKS_S = 5.0  # longest wait for a worker's stacks
+
+
+def refuse_mounts(spec: RoleSpec) -> None:
+    """Raise ConfigError for a role that names mounts: workers here see their host's own files."""
+    if not spec.mounts:
+        return
+    told = ", ".join(f"{mount.host_path} at {mount.place}" for mount in spec.mounts)
+    raise ConfigError(
+        f"worker {spec.name} is to have mounts ({told}), and workers that are processes of a host "
+        "take none: they see its files as they are",
+        hint="leave mounts out, and name files by their paths on the host",
+    )
 
 
 async def ask(

@@ -360,16 +360,17 @@ class VllmEngine:
 
     def _take(self, flight: RequestInFlight, index: int, output: Any) -> None:
         told = output.outputs[0]
-        growth, tokens = flight.growths[index], list(told.token_ids)
-        logprobs = [] if told.logprobs is None else told.logprobs.logprobs
-        growth.add(tokens, list(logprobs))
-        self._generated_tokens += len(tokens)
         finish = None
         if told.finish_reason is not None:
-            self._hit_tokens += output.num_cached_tokens or 0
             if told.finish_reason not in FINISHES:
                 raise RankError(f"vLLM ended a completion by '{told.finish_reason}'")
             finish = FINISHES[told.finish_reason]
+        tokens = list(told.token_ids)
+        logprobs = [] if told.logprobs is None else told.logprobs.logprobs
+        flight.growths[index].add(tokens, list(logprobs), finish)
+        self._generated_tokens += len(tokens)
+        if finish is not None:
+            self._hit_tokens += output.num_cached_tokens or 0
         self._pass_on(flight, index, finish)
 
     def _fail(self, flight: RequestInFlight, index: int, error: Exception) -> None:

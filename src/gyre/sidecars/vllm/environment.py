@@ -36,6 +36,13 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 print(json.dumps({name: importlib.metadata.version(name) for name in ("torch", "transformers")}))
 """
+# whether what a sidecar needs at once is there: without an import, which takes seconds
+LOOK = """
+import importlib.util, json, sys
+print(json.dumps([name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]))
+"""
+NEEDED = ("vllm", "torch", "transformers", "numpy", "msgspec", "psutil", "pydantic")
+LOOK_S = 60.0
 CHECKED = (
     "vllm.engine.arg_utils",
     "vllm.v1.engine.async_llm",
@@ -121,6 +128,28 @@ def verify(folder: Path) -> Mapping[str, str]:
             hint=f"remove {folder} and run: gyre sidecar install vllm",
         )
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def refuse_missing(folder: Path) -> None:
+    """Look for packages that were removed since the environment was made. ConfigError names them;
+    the sidecar's start names what is missing deeper."""
+    # -I: none of the variables of this process
+    command = [str(python_of(folder)), "-I", "-c", LOOK, *NEEDED]
+    hint = f"remove {folder} and run: gyre sidecar install vllm"
+    try:
+        done = _run(command, limit_s=LOOK_S, environment=os.environ)
+    except OSError as error:
+        raise ConfigError(
+            f"the Python of the environment in {folder} cannot be started: {error.strerror}",
+            hint=hint,
+        ) from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ConfigError(f"the environment in {folder} is not whole: {last}", hint=hint)
+    if missing := json.loads(done.stdout.strip().splitlines()[-1]):
+        raise ConfigError(
+            f"the environment in {folder} is not whole: it lacks {', '.join(missing)}", hint=hint
+        )
 
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}

@@ -137,24 +137,25 @@ class Growth:
             return "stop"
         return "length" if count >= sampling.max_tokens else None
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take tokens of vLLM. ValueError where the numbers do not match."""
+    def add(
+        self, tokens: Sequence[int], logprobs: Sequence[float], finish: Finish | None = None
+    ) -> None:
+        """Take tokens of vLLM, with which the completion ends if `finish` is given. ValueError
+        where their number is wrong: then none of them is taken, and another engine may go on."""
+        most, told = self._request.sampling.max_tokens, self._num_told + len(tokens)
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens came with {len(logprobs)} log-probs")
+        if told > most:
+            raise ValueError(f"{told} tokens of at most {most}")
+        if finish == "length" and told != most:
+            raise ValueError(f"it ended by its length with {told} of {most} tokens")
         self._tokens += tokens
         self._logprobs += logprobs
-        if self._num_told > self._request.sampling.max_tokens:
-            most = self._request.sampling.max_tokens
-            raise ValueError(f"{self._num_told} tokens of at most {most}")
 
     def take(self, finish: Finish | None = None, reason: str = "") -> list[TokenChunk]:
         """Return the next chunks, each with as many tokens as one is to have; with `finish` also
-        what is left. ValueError for a completion that ends at another length than it says."""
-        wanted, told = self._request.chunk_tokens, self._num_told
-        if finish == "length" and told != self._request.sampling.max_tokens:
-            raise ValueError(
-                f"it ended by its length with {told} of {self._request.sampling.max_tokens} tokens"
-            )
+        what is left."""
+        wanted = self._request.chunk_tokens
         chunks = []
         while wanted and len(self._tokens) >= wanted + (finish is not None):
             chunks.append(self._cut(wanted, None, ""))

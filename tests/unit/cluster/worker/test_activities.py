@@ -48,6 +48,12 @@ def test_an_activity_that_raises_is_not_told_and_one_that_began_before_is_whole(
     assert told.rows == [{"activity": "dummy_start", "seconds": 10.0}]
 
 
+def test_a_wall_clock_that_jumped_back_makes_no_activity_shorter_than_it_was() -> None:
+    told = Told()
+    told.clock.begin("dummy_start", ago_s=-9.0).end()
+    assert told.rows == [{"activity": "dummy_start", "seconds": 1.0}]
+
+
 def test_a_rank_tells_of_its_steps_and_passes() -> None:
     told = Told()
     trainer = CountingTrainer(

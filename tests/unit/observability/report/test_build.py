@@ -498,6 +498,7 @@ def test_sample_rows_hold_the_completion_only() -> None:
     )
     row = sample_row(rollout, score, step=3, stage="main", pieces=["4", "!"])
     assert (row["tokens"], row["pieces"], row["logprobs"]) == ([3, 4], ["4", "!"], [-0.1235, None])
+    assert row["logprob_kind"] == "processed"
     assert row["parts"] == [
         {"name": "answer", "value": 1.0, "weight": 1.0, "reason": "equal", "outcome": "ok"}
     ]

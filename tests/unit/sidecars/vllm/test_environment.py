@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from gyre.core.errors import ConfigError
+from gyre.launch.sidecar import ensure_environment
+from gyre.runconfig.run_config import RunConfig
 from gyre.sidecars.vllm import environment
 from gyre.sidecars.vllm.environment import (
     HALF_MADE,
@@ -87,6 +89,31 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No module named 'vllm'") as raised:
         verify(tmp_path / "bare")
     assert "gyre sidecar install vllm" in raised.value.hint
+
+
+def test_packages_that_are_gone_since_it_was_made_are_named(tmp_path: Path) -> None:
+    """Its record is there, and its Python: a run asks for it anew and does not import it."""
+    import venv
+
+    venv.create(tmp_path / "bare", with_pip=False)
+    (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
+    (tmp_path / "bare" / RECORD).write_text(json.dumps(asdict(SAID)))
+    for name in ("vllm", "torch", "transformers", "numpy", "psutil", "pydantic"):
+        (site / name).mkdir()
+        (site / name / "__init__.py").touch()
+    vllm = {"environment": str(tmp_path / "bare")}
+    config = RunConfig.model_validate(
+        {"model": {"path": "nowhere"}, "objective": {"kind": "sft"}, "engine": {"vllm": vllm}}
+    )
+    with pytest.raises(ConfigError, match="is not whole: it lacks msgspec") as raised:
+        ensure_environment(config, CPU, lambda kind, **fields: None)
+    assert "gyre sidecar install vllm" in raised.value.hint
+    (site / "msgspec.py").touch()
+    assert ensure_environment(config, CPU, lambda kind, **fields: None) == tmp_path / "bare"
+    (tmp_path / "bare" / "bin" / "python").unlink()
+    (tmp_path / "bare" / "bin" / "python").write_text("no program")
+    with pytest.raises(ConfigError, match="cannot be started: Permission denied"):
+        ensure_environment(config, CPU, lambda kind, **fields: None)
 
 
 def test_it_is_beside_those_of_other_tools(monkeypatch, tmp_path: Path) -> None:

@@ -71,15 +71,27 @@ def test_all_tokens_are_passed_on_once(pieces: list[int], chunk_tokens: int, fir
     assert growth.partial().tokens.tolist() == list(range(total))
 
 
-def test_a_wrong_number_of_tokens_is_told() -> None:
-    growth = Growth(ask(sampling=Sampling(max_tokens=3)), 0, ())
+def test_nothing_of_a_wrong_number_of_tokens_is_taken() -> None:
+    request = ask(sampling=Sampling(max_tokens=3), chunk_tokens=1)
+    growth = Growth(request, 0, ())
     with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
         growth.add([1, 2], [-1.0])
     growth.add([1, 2], [-1.0, -1.0])
     with pytest.raises(ValueError, match="ended by its length with 2 of 3 tokens"):
-        growth.take("length")
+        growth.add([], [], "length")
     with pytest.raises(ValueError, match="4 tokens of at most 3"):
-        growth.add([1, 2], [-1.0, -1.0])
+        growth.add([3, 4], [-1.0, -1.0])
+    assert complete(growth.take("abort")).tokens.tolist() == [1, 2]
+    again = replace(request, partials=(growth.partial(),))
+    assert find_refusal(again, LIMITS, ABILITIES, unanswered=0) is None
+
+
+def test_a_whole_answer_of_too_many_tokens_leaves_the_request_as_it_was() -> None:
+    growth = Growth(ask(sampling=Sampling(max_tokens=3), chunk_tokens=1), 0, ())
+    with pytest.raises(ValueError, match="4 tokens of at most 3"):
+        growth.add([1, 2, 3, 4], [-1.0] * 4, "length")
+    (end,) = growth.take("abort")
+    assert len(end.tokens) == 0 and len(growth.partial().tokens) == 0
 
 
 def test_what_goes_on_draws_by_another_seed_and_to_the_same_length() -> None:
