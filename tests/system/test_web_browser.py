@@ -18,9 +18,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from reciting_model import save_reciting
 
+from gyre.server.bodies.schema import ChatBody
 from gyre.server.gateway.keys import create_key
 from gyre.server.gateway.limits import KeyLimits
-from gyre.server.schema import ChatBody
 from gyre.server.web.page import POLICY
 from served import Served, serving
 

@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gyre.core.errors import ConfigError, DeadlineError, InputError, MemoryBudgetError, RankError
+from gyre.server.bodies.read_body import read_body
+from gyre.server.bodies.schema import ApiError
+from gyre.server.bodies.strict_body import StrictBody
 from gyre.server.gateway.gate import key_error, read_secret
 from gyre.server.gateway.keys import digest
-from gyre.server.read_body import read_body
-from gyre.server.schema import ApiError
-from gyre.server.strict_body import StrictBody
 
 LEAST_KEY_CHARS = 16
 

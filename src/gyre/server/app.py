@@ -29,6 +29,16 @@ from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.records import Health
 from gyre.server.answers import Answer, ChatAnswer
+from gyre.server.bodies.read_body import read_body
+from gyre.server.bodies.schema import (
+    FAULT,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+)
 from gyre.server.completions import open_completion
 from gyre.server.conversation import read_messages, read_tools
 from gyre.server.gateway.gate import Gate, OpenGate
@@ -38,7 +48,6 @@ from gyre.server.metrics.measured import SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
 from gyre.server.prompt_reader import ClientGone, PromptReader
-from gyre.server.read_body import read_body
 from gyre.server.respond import (
     ActiveRequest,
     AnswerSource,
@@ -46,15 +55,6 @@ from gyre.server.respond import (
     ReservedSource,
     Service,
     WholeAnswer,
-)
-from gyre.server.schema import (
-    FAULT,
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerateBody,
-    TokenizeBody,
 )
 from gyre.server.tracing.marks import trace_fields
 

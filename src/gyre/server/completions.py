@@ -13,6 +13,7 @@ import numpy as np
 from gyre.core.records import Request
 from gyre.server.answers import TextAnswer
 from gyre.server.batch import RequestBatch
+from gyre.server.bodies.schema import ApiError, CompletionBody
 from gyre.server.echo import Echo
 from gyre.server.generation import (
     ServedModel,
@@ -21,7 +22,6 @@ from gyre.server.generation import (
     make_request,
 )
 from gyre.server.respond import ActiveRequest, AnswerSource, Service
-from gyre.server.schema import ApiError, CompletionBody
 from gyre.text.tokenizer import Tokenizer
 
 MOST_TOLD = 1 << 20  # log-probs of prompts in an answer, alternatives included

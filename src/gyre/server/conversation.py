@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gyre.server.message_schema import MessageBody, ToolBody
+from gyre.server.bodies.message_schema import MessageBody, ToolBody
+from gyre.server.bodies.schema import ApiError, ChatBody
 from gyre.server.parsers.choose import AnswerFormat
-from gyre.server.schema import ApiError, ChatBody
 from gyre.text.messages import NO_PARAMETERS, Message, Tool, ToolCall
 
 MOST_DEPTH = 64  # of nested values: templates and JSON recurse into them

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from gyre.server.bodies.schema import GenerateBody
 from gyre.server.generation import TextDelta, TokenUsage, make_request
 from gyre.server.respond import ActiveRequest, Service
-from gyre.server.schema import GenerateBody
 
 
 def open_generation(

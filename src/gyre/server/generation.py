@@ -17,9 +17,9 @@ import numpy as np
 
 from gyre.core.errors import RankError
 from gyre.core.records import PromptLogprobs, Request, Sampling, TokenChunk
+from gyre.server.bodies.schema import MOST_SESSION_CHARS, ApiError, SamplingFields
 from gyre.server.parsers.choose import AnswerFormat
 from gyre.server.parsers.spans import held_chars
-from gyre.server.schema import MOST_SESSION_CHARS, ApiError, SamplingFields
 from gyre.text.detokenizer import Detokenizer
 from gyre.text.messages import Message, Tool
 from gyre.text.prompt_bounds import check_chars, encode_within, too_long

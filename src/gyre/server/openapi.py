@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gyre.core import VERSION
-from gyre.server.answer_schema import (
+from gyre.server.bodies.answer_schema import (
     ChatChunk,
     ChatCompletion,
     ErrorBody,
@@ -27,7 +27,7 @@ from gyre.server.answer_schema import (
     TextCompletion,
     TokenList,
 )
-from gyre.server.schema import (
+from gyre.server.bodies.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,

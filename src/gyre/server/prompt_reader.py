@@ -20,10 +20,10 @@ from starlette.requests import Request as HttpRequest
 
 from gyre.core.errors import PromptTooLong
 from gyre.core.events import Emit
+from gyre.server.bodies.schema import ApiError
 from gyre.server.generation import ServedModel, check_length, read_prompt
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.respond import as_json, unless_gone
-from gyre.server.schema import ApiError
 from gyre.server.work_threads import WorkThreads
 from gyre.text.messages import Message, Tool
 from gyre.text.prompt_bounds import LIKELY_CHARS
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """The client hung up: nobody waits for an answer."""
+    """The client hung up: the answer has no reader."""
 
 
 class PromptReader:

@@ -22,10 +22,10 @@ from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.records import Request, TokenChunk
 from gyre.server.answers import Answer
+from gyre.server.bodies.schema import FAULT, ApiError
 from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
 from gyre.server.metrics.measured import SOURCE
 from gyre.server.metrics.server_metrics import ServerMetrics
-from gyre.server.schema import FAULT, ApiError
 from gyre.server.tracing.marks import EngineMarks, RequestTrace, trace_answer, trace_fields
 
 # tokens and alternatives of an answer that is formed in the event loop: about 5 ms of others' time

@@ -1,8 +1,8 @@
 """Work threads: a few threads beside the event loop, for work that would hold up every answer. In:
 functions. Out: their results, in the order in which they were asked for.
 
-Work that is not begun ends with the task that waits for it. Work that has begun goes on, and nobody
-hears of it.
+Work that waits for a thread is dropped when the task that wants it ends. Work in a thread runs to
+its end, and its result is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from gyre.server.schema import ApiError
+from gyre.server.bodies.schema import ApiError
 
 Result = TypeVar("Result")
 

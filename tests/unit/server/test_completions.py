@@ -10,8 +10,8 @@ import pytest
 
 from api_cases import TOKENIZER, Api, api
 from fakes.engine import Faults
+from gyre.server.bodies.schema import MOST_PROMPTS
 from gyre.server.generation import as_alternatives
-from gyre.server.schema import MOST_PROMPTS
 
 PATH = "/v1/completions"
 WORDS = ["ab", "cde", "ü"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from api_cases import api
+from gyre.server.bodies.schema import ApiError
 from gyre.server.generation import find_session
-from gyre.server.schema import ApiError
 
 NAME, LONG = "m", "k" * 256
 

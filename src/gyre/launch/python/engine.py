@@ -36,7 +36,7 @@ from gyre.launch.python.streams import AsyncTextStream, OpenCompletion, TextStre
 from gyre.launch.run_folder.run_folder import find_model
 from gyre.models.hub.folders import find_folder, refuse_reward_model
 from gyre.runconfig.run_config import RunConfig
-from gyre.server.schema import ApiError
+from gyre.server.bodies.schema import ApiError
 
 RUN_KEYS = ("device", "dtype", "threads")  # settings of [run]; all others are of [engine]
 

@@ -1,8 +1,8 @@
 """Python requests: what a call of `gyre.Engine` asks for. In: prompts or messages, keywords. Out:
 bodies of the API, and requests of the engine; InputError for what is not accepted.
 
-Names, ranges and defaults are those of the API's bodies (`server/schema.py`), which check them. The
-typed dicts say which of the names there are here, for editors and type checkers.
+Names, ranges and defaults are those of the API's bodies (`server/bodies/schema.py`), which check
+them. The typed dicts say which of the names there are here, for editors and type checkers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pydantic import ValidationError
 from gyre.core.errors import DeadlineError, EngineRefused, GyreError, InputError
 from gyre.core.records import Request
 from gyre.launch.python.results import CompletionOutput, as_completions
+from gyre.server.bodies.schema import ApiError, ChatBody, CompletionBody
 from gyre.server.conversation import read_messages
 from gyre.server.generation import ServedModel, TextDelta, make_request, read_prompt
-from gyre.server.schema import ApiError, ChatBody, CompletionBody
 
 TextPrompt: TypeAlias = str | Sequence[int] | np.ndarray
 Messages: TypeAlias = Sequence[Mapping[str, Any]]

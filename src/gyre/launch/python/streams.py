@@ -11,8 +11,8 @@ from gyre.core.chunks import TokenStream
 from gyre.launch.python.engine_thread import EngineThread, LocalEngine
 from gyre.launch.python.requests import Asked, as_gyre_error
 from gyre.launch.python.results import CompletionOutput
+from gyre.server.bodies.schema import ApiError
 from gyre.server.generation import TextDelta, TokenUsage, pieces
-from gyre.server.schema import ApiError
 
 
 class OpenCompletion:

@@ -24,7 +24,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gyre.server.schema import ApiError
+from gyre.server.bodies.schema import ApiError
 
 LINE_BYTES = 4  # ": " and the line end of a header
 # RFC 3986: a registered name, an IPv4 address or an IPv6 address in brackets; a port; or nothing

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gyre.server.bodies.schema import ApiError
 from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.keys import ApiKey
 from gyre.server.gateway.limits import KeyLimits, KeyMeter, LimitRefusal
 from gyre.server.generation import TokenUsage
-from gyre.server.schema import ApiError
 
 SCOPE_KEY = "gyre.api_key"  # where a request's scope has its ApiKey
 

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from gyre.core.contracts import RolloutEngine
 from gyre.core.records import ReplicaStatus, Request, TokenChunk
+from gyre.server.bodies.schema import ApiError
 from gyre.server.metrics.engine_metrics import EngineMetrics
-from gyre.server.schema import ApiError
 
 Inspect = Callable[[], Awaitable[Sequence[ReplicaStatus]]]
 

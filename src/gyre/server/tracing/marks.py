@@ -18,7 +18,7 @@ from starlette.types import Message
 from gyre.core.chunks import EngineVisit, TokenStream
 from gyre.core.records import PrefillTiming, Request, Timing, TokenChunk
 from gyre.observability.tracing.trace_context import TraceContext
-from gyre.server.schema import ApiError
+from gyre.server.bodies.schema import ApiError
 
 TRACE = "gyre.trace"  # key of the scope under which a request's RequestTrace is
 HUNG_UP_CODE, FAULT_CODE = "client_disconnected", "server_fault"

@@ -21,7 +21,7 @@ from gyre.launch.python.requests import (
     text_asked,
     texts_asked,
 )
-from gyre.server.schema import ApiError, ChatBody, CompletionBody
+from gyre.server.bodies.schema import ApiError, ChatBody, CompletionBody
 
 ASKED = [{"role": "user", "content": "is it?"}]
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from gyre.core.errors import ConfigError
 from gyre.launch.serving.access import Access, bind, make_access, refuse_open_bind
 from gyre.server.admin import admin_routes
+from gyre.server.bodies.schema import ApiError
 from gyre.server.gateway.keys import create_key
 from gyre.server.gateway.limits import KeyLimits
-from gyre.server.schema import ApiError
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])

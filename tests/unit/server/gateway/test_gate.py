@@ -18,13 +18,13 @@ from gyre.core.chunks import TokenStream
 from gyre.core.errors import RankError
 from gyre.core.records import EngineStats, Health, Request, TokenChunk
 from gyre.server.app import make_app
+from gyre.server.bodies.schema import ApiError
 from gyre.server.gateway.gate import SCOPE_KEY, KeyGate
 from gyre.server.gateway.key_store import LOOK_S, KeyStore
 from gyre.server.gateway.keys import create_key, revoke_key
 from gyre.server.gateway.limits import MINUTE_NS, KeyLimits
 from gyre.server.generation import ServedModel
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
-from gyre.server.schema import ApiError
 from gyre.text.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["what is one and one"], vocab_size=300, min_share=0.0)

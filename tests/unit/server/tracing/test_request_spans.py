@@ -14,7 +14,7 @@ from gyre.core.chunks import EngineVisit
 from gyre.core.records import PrefillTiming, Request, Sampling, Timing
 from gyre.observability.tracing.span_record import SpanRecord
 from gyre.observability.tracing.trace_context import TraceContext
-from gyre.server.schema import ApiError
+from gyre.server.bodies.schema import ApiError
 from gyre.server.tracing.marks import CompletionMarks, EngineMarks, RequestTrace
 from gyre.server.tracing.request_spans import HttpFacts, make_request_spans
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from gyre.server.refused_fields import drop_harmless, find_refused
-from gyre.server.schema import ApiError
+from gyre.server.bodies.refused_fields import drop_harmless, find_refused
+from gyre.server.bodies.schema import ApiError
 
 MOST_BODY_BYTES = 8 << 20
 MOST_SHOWN = 80  # characters of an unknown field's name
@@ -59,7 +59,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def fault_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
-    """Return the refusal that tells of the first fault. Values are not repeated: they may be
+    """Return the refusal that names the first fault. Values are not repeated: they may be
     private."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])

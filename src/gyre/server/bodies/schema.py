@@ -2,7 +2,7 @@
 Out: typed models; responses in the shape of OpenAI's API.
 
 The field names are OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-`priority` and `deadline_s` are extensions. server/refused_fields.py lists what is refused by
+`priority` and `deadline_s` are extensions. server/bodies/refused_fields.py lists what is refused by
 name.
 """
 
@@ -15,8 +15,8 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from starlette.responses import JSONResponse
 
 from gyre.core.records import Sampling
-from gyre.server.message_schema import MessageBody, ToolBody
-from gyre.server.strict_body import StrictBody
+from gyre.server.bodies.message_schema import MessageBody, ToolBody
+from gyre.server.bodies.strict_body import StrictBody
 
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 256  # of one request

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from gyre.server.strict_body import StrictBody
+from gyre.server.bodies.strict_body import StrictBody
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MOST_SHOWN = 40  # characters of a client's value in a refusal

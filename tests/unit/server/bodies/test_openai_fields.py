@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from api_cases import Api, api
-from gyre.server.refused_fields import REFUSED
+from gyre.server.bodies.refused_fields import REFUSED
 
 USER = {"role": "user", "content": "cba"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 3}

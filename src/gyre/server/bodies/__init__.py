@@ -1,0 +1,1 @@
+"""Bodies: what requests may say, and how each is read and refused."""
