@@ -130,7 +130,7 @@ def test_a_text_completion_with_ids_echo_and_bias(client) -> None:
     ("changed", "status", "code", "param"),
     [
         ({"model": "gpt"}, 404, "model_not_found", "model"),
-        ({"max_tokens": 4000}, 400, "context_length_exceeded", None),
+        ({"max_tokens": 4000}, 400, "context_length_exceeded", "max_tokens"),
         ({"temperature": -1}, 400, "invalid_value", None),
         ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
         ({"n": 0}, 400, "invalid_value", None),
