@@ -100,13 +100,14 @@ def judge(found: Found, run: Path, undisturbed: Story) -> list[str]:
         f"nothing told of: {one.fault.kind} (step {one.fault.step}, {one.note})"
         for one in find_untold(found.struck, found.rows)
     ]
-    if (run / "export").exists():
-        story = read_story(run)
-        said += [
-            f"{name} differ"
-            for name in ("weights", "steps", "evals", "samples")
-            if getattr(story, name) != getattr(undisturbed, name)
-        ]
+    if not (run / "export" / "model.safetensors").exists():
+        return [*said, "no weights were exported, so nothing says that they are the same"]
+    story = read_story(run)
+    said += [
+        f"{name} differ"
+        for name in ("weights", "steps", "evals", "samples")
+        if getattr(story, name) != getattr(undisturbed, name)
+    ]
     return said
 
 

@@ -25,8 +25,11 @@ from chaos_plan import (
     plan_round,
     playable,
 )
+from chaos_round import Found
+from chaos_run import judge
 from hypothesis import given
 from hypothesis import strategies as st
+from system_runs import Story
 
 from gyre.core.events import EVENTS
 
@@ -35,6 +38,7 @@ SHORT = (
     "engine killed",
     "receiver killed in a bucket",
     "publisher killed in its slot",
+    "publisher killed between register and update",
     "wrong checksum",
     "slot overwritten while it is read",
     "etcd with an older copy of its data",
@@ -115,6 +119,15 @@ def test_what_may_pass_needs_no_event_and_a_refusal_is_its_own() -> None:
     assert find_teller(older, []) == ""
     assert find_teller(replace(older, told_here="refused"), []) == "refused"
     assert all(find_teller(struck("rank killed", row=0), [{"kind": kind}]) for kind in RESTARTS)
+
+
+def test_a_run_without_weights_is_not_one_that_ended_as_the_other(tmp_path: Path) -> None:
+    nothing = Story(steps=[], evals=[], samples=[], weights="", num_dead=0, num_attempts=1)
+    assert judge(Found(rows=[]), tmp_path, nothing) == [
+        "no weights were exported, so nothing says that they are the same"
+    ]
+    (tmp_path / "export").mkdir()
+    assert judge(Found(rows=[]), tmp_path, nothing), "a folder alone is no export"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux")

@@ -33,21 +33,20 @@ def wait_at(point: str) -> None:
 
 def patch_reads(module) -> None:
     """Wait before what was registered is opened, and when its first bucket has been read."""
-    cls = module.ReadOver
-    plain_init, plain_keep = cls.__init__, cls._keep
+    cls, reader = module.ReadOver, module._VersionReader
+    plain_init, plain_read = cls.__init__, reader._read_buckets
 
     def __init__(self, *args, **kwargs):
         wait_at("reading")
-        self.num_buckets = 0
         plain_init(self, *args, **{**kwargs, "bucket_bytes": BUCKET_BYTES})
 
-    def _keep(self, homes):
-        self.num_buckets += 1
-        if self.num_buckets == 2:
-            wait_at("bucket")
-        plain_keep(self, homes)
+    def _read_buckets(self):
+        for number, bucket in enumerate(plain_read(self)):
+            if number == 1:
+                wait_at("bucket")
+            yield bucket
 
-    cls.__init__, cls._keep = __init__, _keep
+    cls.__init__, reader._read_buckets = __init__, _read_buckets
 
 
 def patch_writes(module) -> None:
