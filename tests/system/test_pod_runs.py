@@ -242,18 +242,29 @@ def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(
     assert read_story(tmp_path / "runs" / "tiny") == undisturbed
 
 
-@pytest.mark.parametrize(("update", "ranks"), [("drain", 1), ("continue", 2)])
-def test_rollouts_run_while_the_policy_trains(tmp_path: Path, update: str, ranks: int) -> None:
-    """Each batch is at most one version behind; with `continue` a completion may have two. One rank
-    trains, or two that share layers."""
+APART = [
+    # weights whole on one rank, or in parts on two; engines have devices of their own
+    pytest.param("drain", {}, 1, 1, id="one-rank", marks=pytest.mark.variant),
+    pytest.param("drain", {"zero": 2}, 2, 1, id="zero-2"),
+    pytest.param("drain", {"zero": 3}, 2, 2, id="zero-3"),
+    pytest.param("continue", {"tensor_ranks": 2}, 2, 1, id="tensor-ranks"),
+]
+
+
+@pytest.mark.parametrize(("update", "parallel", "ranks", "engines"), APART)
+def test_rollouts_run_while_the_policy_trains(
+    tmp_path: Path, update: str, parallel: dict[str, int], ranks: int, engines: int
+) -> None:
+    """Each batch is at most one version behind; with `continue` a completion may have two."""
+    apart = {"num_workers": ranks, "engine_workers": engines, "colocated": False}
     sets = {
         **IN_POD,
         "trainer.steps": 6,
         "rollout.max_staleness": 1,
         "rollout.weight_update": update,
         "rollout.ignore_eos": True,
-        "parallel.tensor_ranks": ranks,
-        "cluster": {**IN_POD["cluster"], "num_workers": ranks, "colocated": False},
+        "parallel": parallel,
+        "cluster": {**IN_POD["cluster"], **apart},
     }
     story = finished(tmp_path, sets)
     assert len(story.steps) == 6
@@ -268,6 +279,8 @@ def test_rollouts_run_while_the_policy_trains(tmp_path: Path, update: str, ranks
     assert told["offload"]["absent"] == "what the trainers have stays on their devices"
     assert told["terminate"]["absent"] == "engines keep their processes and their memory"
     assert [line.split()[0] for line in pod["drawing"][1:3]] == ["worker-0", "engine-0"]
+    reads = {row["worker"] for row in events_of(tmp_path / "runs" / "tiny", "weights.read")}
+    assert reads == {f"engine-{number}" for number in range(engines)}
     assert answer.json["report"].endswith("report.html")
 
 
