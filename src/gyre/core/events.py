@@ -579,6 +579,12 @@ EVENTS = {
             "size_bytes": Field("int", "bytes", "moved, taken or freed; missing: it moves none"),
         },
     ),
+    "pod.clock_set_back": EventKind(
+        "The wall clock was set back while a process started; its start is told without that time.",
+        "seconds",
+        counted=True,
+        own={"seconds": Field("float", "s", "by which the clock is behind the process's start")},
+    ),
     "member.listening": EventKind(
         "Engines of other hosts may join the run.",
         "address token_file",

@@ -94,8 +94,10 @@ class ActivityClock:
 
     def begin(self, activity: Activity, *, ago_s: float = 0.0) -> RunningActivity:
         """Begin an activity, or take up one that began some seconds ago."""
-        # who says when may have read a wall clock that was set back meanwhile
-        return RunningActivity(activity, self._emit, self._clock, ago_s=max(0.0, ago_s))
+        if ago_s < 0:  # by a wall clock that was set back since then
+            self._emit("pod.clock_set_back", seconds=-ago_s)
+            ago_s = 0.0
+        return RunningActivity(activity, self._emit, self._clock, ago_s=ago_s)
 
     @contextmanager
     def timing(self, activity: Activity) -> Iterator[RunningActivity]:

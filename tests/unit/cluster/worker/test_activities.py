@@ -25,6 +25,7 @@ class Told:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.now_s = 0.0
+        self.set_back_s = 0.0
         self.clock = ActivityClock(self._emit, clock=self._look)
 
     @property
@@ -32,6 +33,9 @@ class Told:
         return [row["activity"] for row in self.rows]
 
     def _emit(self, kind: str, /, **fields: Any) -> None:
+        if kind == "pod.clock_set_back":
+            self.set_back_s += fields["seconds"]
+            return
         assert kind == "pod.activity"
         self.rows.append(fields)
 
@@ -48,10 +52,11 @@ def test_an_activity_that_raises_is_not_told_and_one_that_began_before_is_whole(
     assert told.rows == [{"activity": "dummy_start", "seconds": 10.0}]
 
 
-def test_a_wall_clock_that_jumped_back_makes_no_activity_shorter_than_it_was() -> None:
+def test_a_wall_clock_that_was_set_back_makes_no_activity_shorter_and_is_told() -> None:
     told = Told()
     told.clock.begin("dummy_start", ago_s=-9.0).end()
     assert told.rows == [{"activity": "dummy_start", "seconds": 1.0}]
+    assert told.set_back_s == 9.0
 
 
 def test_a_rank_tells_of_its_steps_and_passes() -> None:
