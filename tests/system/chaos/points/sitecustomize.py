@@ -33,20 +33,20 @@ def wait_at(point: str) -> None:
 
 def patch_reads(module) -> None:
     """Wait before what was registered is opened, and when its first bucket has been read."""
-    cls, reader = module.ReadOver, module._VersionReader
-    plain_init, plain_read = cls.__init__, reader._read_buckets
+    cls, order = module.ReadOver, module.CopyOrder
+    plain_init, plain_copy = cls.__init__, order.copy
 
     def __init__(self, *args, **kwargs):
         wait_at("reading")
         plain_init(self, *args, **{**kwargs, "bucket_bytes": BUCKET_BYTES})
 
-    def _read_buckets(self):
-        for number, bucket in enumerate(plain_read(self)):
-            if number == 1:
-                wait_at("bucket")
-            yield bucket
+    def copy(self, *args):
+        self.num_copies = getattr(self, "num_copies", 0) + 1
+        if self.num_copies == 2:
+            wait_at("bucket")
+        plain_copy(self, *args)
 
-    cls.__init__, reader._read_buckets = __init__, _read_buckets
+    cls.__init__, order.copy = __init__, copy
 
 
 def patch_writes(module) -> None:
