@@ -79,6 +79,7 @@ class ReadPlan:
         tensors."""
         self._layout = _layout_of(entries), tuple(broadcast), bucket_bytes
         self._addresses = _addresses_of(own)
+        self._held = held
 
         def wanted(owner: int) -> Wanted:
             return all_numbers if held is None or broadcast[owner] else held.wanted
@@ -98,10 +99,12 @@ class ReadPlan:
         *,
         broadcast: Sequence[bool],
         bucket_bytes: int,
+        held: TensorPart | None,
     ) -> bool:
         """Return whether a plan of these would be this one."""
         layout = _layout_of(entries), tuple(broadcast), bucket_bytes
-        return layout == self._layout and _addresses_of(own) == self._addresses
+        same_tensors = held is self._held and _addresses_of(own) == self._addresses
+        return same_tensors and layout == self._layout
 
 
 def _layout_of(entries: Sequence[TensorEntry]) -> tuple[object, ...]:

@@ -81,11 +81,15 @@ class _VersionReader:
         entries = offer.manifest.entries
         broadcast = [part.is_broadcast for part in parts]
         bucket_bytes = min([bucket_bytes, *lent]) if self._is_lent else bucket_bytes
-        layout: dict[str, Any] = {"broadcast": broadcast, "bucket_bytes": bucket_bytes}
+        layout: dict[str, Any] = {
+            "broadcast": broadcast,
+            "bucket_bytes": bucket_bytes,
+            "held": held,
+        }
         if isinstance(last_plan, ReadPlan) and last_plan.fits(entries, own, **layout):
             self.plan = last_plan
         else:
-            self.plan = ReadPlan(entries, own, held=held, **layout)
+            self.plan = ReadPlan(entries, own, **layout)
 
     @property
     def size_bytes(self) -> int:
