@@ -77,6 +77,7 @@ GAUGES: tuple[EngineNumber[EngineStats], ...] = (
         value=lambda stats: stats.version,
     ),
 )
+CACHE = "vllm:cache_config_info"
 UP, AGE = "gyre_engine_up", "gyre_engine_stats_age_seconds"
 OUTSTANDING, REPLICAS = "gyre_engine_outstanding_tokens", "gyre_replicas"
 
@@ -118,6 +119,11 @@ class EngineMetrics(Collector):
             OUTSTANDING, "Tokens of its requests still to be computed at most.",
             labels=labels,
         )  # fmt: skip
+        cache = GaugeMetricFamily(
+            CACHE,
+            "1, with labels of the KV cache: tokens of a page that prompts may share, and pages.",
+            labels=[*labels, "block_size", "num_gpu_blocks", "enable_prefix_caching"],
+        )
         counters = [CounterMetricFamily(one.name, one.text, labels=labels) for one in COUNTERS]
         gauges = [GaugeMetricFamily(one.name, one.text, labels=labels) for one in GAUGES]
         for place, replica in enumerate(self._replicas):
@@ -131,6 +137,7 @@ class EngineMetrics(Collector):
             for family, one in zip(counters, COUNTERS, strict=True):
                 family.add_metric(values, one.value(stats))
             if replica.state != "lost":
+                cache.add_metric([*values, *_describe_cache(stats)], 1)
                 for family, one in zip(gauges, GAUGES, strict=True):
                     family.add_metric(values, one.value(stats))
         states = [replica.state for replica in self._replicas]
@@ -139,5 +146,10 @@ class EngineMetrics(Collector):
         )
         for state in STATES:
             replicas.add_metric([self._model, state], states.count(state))
-        yield from (*counters, *gauges, up, age, outstanding, replicas)
+        yield from (*counters, *gauges, cache, up, age, outstanding, replicas)
         yield from routing_families(self._model, self._replicas)
+
+
+def _describe_cache(stats: EngineStats) -> tuple[str, str, str]:
+    shared = stats.prefix_page_tokens
+    return str(shared), str(stats.pages_total), str(shared > 0)

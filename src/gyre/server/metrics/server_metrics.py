@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gyre.core.contracts import RolloutEngine
-from gyre.core.records import ReplicaStatus, Request, TokenChunk
+from gyre.core.records import ReplicaStatus, Request, Timing, TokenChunk
 from gyre.server.bodies.schema import ApiError
 from gyre.server.metrics.engine_metrics import EngineMetrics
 
@@ -40,6 +40,7 @@ LATENCY_S = (
     480.0, 960.0, 1920.0, 7680.0,
 )
 # fmt: on
+PARAMS_N = (1, 2, 5, 10, 20)
 ANSWERED = ("stop", "length")
 FINISHED_REASONS = (*ANSWERED, "abort", "error")
 
@@ -81,11 +82,37 @@ class ServerMetrics:
         self.queue_time = self._histogram(
             "vllm:request_queue_time_seconds", "Seconds until a step first ran it.", LATENCY_S
         )
+        self.prefill_time = self._histogram(
+            "vllm:request_prefill_time_seconds",
+            "Seconds from the step that first ran a completion to its first token.",
+            LATENCY_S,
+        )
+        self.decode_time = self._histogram(
+            "vllm:request_decode_time_seconds",
+            "Seconds from the first token of a completion to its last.",
+            LATENCY_S,
+        )
+        self.inference_time = self._histogram(
+            "vllm:request_inference_time_seconds",
+            "Seconds from the step that first ran a completion to its last token.",
+            LATENCY_S,
+        )
+        self.token_time = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Seconds of a completion's decoding for each token after its first.",
+            BETWEEN_TOKENS_S,
+        )
         self.prompt_tokens = self._histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of a completion.", tokens
         )
         self.generation_tokens = self._histogram(
             "vllm:request_generation_tokens", "Tokens of a completion.", tokens
+        )
+        self.params_n = self._histogram(
+            "vllm:request_params_n", "Completions asked for by a request.", PARAMS_N
+        )
+        self.params_max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "Tokens that a completion may have at most.", tokens
         )
         self.responses = self._counter(
             "gyre_http_responses", "HTTP responses; 499: the client hung up first.", "route status"
@@ -141,6 +168,7 @@ class FollowedRequest:
         self._open = set(range(request.sampling.n))
         self._tokens = dict.fromkeys(self._open, 0)
         self._last_s: dict[int, float] = {}  # of each completion's newest chunk
+        self._timings: dict[int, Timing] = {}
         self._submitted_s = 0.0
 
     def __enter__(self) -> FollowedRequest:
@@ -181,6 +209,7 @@ class FollowedRequest:
                 metrics.between_tokens.observe(now_s - last_s)
             self._last_s[chunk.index] = now_s
         if (timing := chunk.timing) is not None:
+            self._timings[chunk.index] = timing
             metrics.queue_time.observe(timing.started_s - self._submitted_s)
             metrics.first_token.observe(timing.first_token_s - self._submitted_s)
         if chunk.finish in ANSWERED:
@@ -189,6 +218,21 @@ class FollowedRequest:
             metrics.latency.observe(now_s - self._submitted_s)
             metrics.prompt_tokens.observe(len(self._request.tokens))
             metrics.generation_tokens.observe(self._tokens[chunk.index])
+            metrics.params_n.observe(self._request.sampling.n)
+            metrics.params_max_tokens.observe(self._request.sampling.max_tokens)
+            self._observe_parts(chunk.index)
+
+    def _observe_parts(self, index: int) -> None:
+        """Time the parts of a completion; of one without a token there are none."""
+        if (timing := self._timings.get(index)) is None:
+            return
+        metrics, num_tokens = self._metrics, self._tokens[index]
+        decode_s = self._last_s[index] - timing.first_token_s
+        metrics.prefill_time.observe(timing.first_token_s - timing.started_s)
+        metrics.decode_time.observe(decode_s)
+        metrics.inference_time.observe(timing.first_token_s - timing.started_s + decode_s)
+        if num_tokens > 1:
+            metrics.token_time.observe(decode_s / (num_tokens - 1))
 
 
 class _WithoutCreated(Collector):

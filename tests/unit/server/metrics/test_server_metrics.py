@@ -75,6 +75,7 @@ class ScriptedEngine:
 STATS = EngineStats(
     running=3, waiting=2, prompt_tokens=70, prefix_hit_tokens=40, generated_tokens=50,
     preemptions=1, refused=0, steps=9, pages_used=6, pages_total=8, version=4,
+    prefix_page_tokens=16,
 )  # fmt: skip
 
 
@@ -201,6 +202,12 @@ DONE = tuple(
         "e2e_request_latency_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_time_per_output_token_seconds",
     )
 )
 
@@ -289,22 +296,28 @@ def test_a_client_that_hangs_up_is_counted_once(messages: int, status: int) -> N
 
 def test_times_are_of_the_clock_and_fall_into_vllms_buckets() -> None:
     async def work() -> None:
-        timing = Timing(started_s=0.75, first_token_s=1.5)
+        timing = Timing(started_s=0.375, first_token_s=0.4375)
         script = after(tokens(0, 1, None, timing), tokens(0, 1), tokens(0, 1, "stop"))
         bench = Bench(ScriptedEngine(script))
         assert await bench.ask(stream=True) == 200  # submitted at 0.25; chunks 0.25 s apart
         found = await bench.scrape()
         sums = {key[0]: value for key, value in found.items() if key[0].endswith("_sum")}
         assert sums == {
-            "vllm:request_queue_time_seconds_sum": 0.5,
-            "vllm:time_to_first_token_seconds_sum": 1.25,
+            "vllm:request_queue_time_seconds_sum": 0.125,
+            "vllm:time_to_first_token_seconds_sum": 0.1875,
+            "vllm:request_prefill_time_seconds_sum": 0.0625,
+            "vllm:request_decode_time_seconds_sum": 0.5625,
+            "vllm:request_inference_time_seconds_sum": 0.625,
+            "vllm:request_time_per_output_token_seconds_sum": 0.28125,
             "vllm:inter_token_latency_seconds_sum": 0.5,
             "vllm:e2e_request_latency_seconds_sum": 0.75,
             "vllm:request_prompt_tokens_sum": 3,
             "vllm:request_generation_tokens_sum": 3,
+            "vllm:request_params_n_sum": 1,
+            "vllm:request_params_max_tokens_sum": 4,
         }
         name = "vllm:time_to_first_token_seconds_bucket"
-        assert (found[name, "le=1.0"], found[name, "le=2.5"]) == (0, 1)
+        assert (found[name, "le=0.1"], found[name, "le=0.25"]) == (0, 1)
 
     go(work)
 
@@ -326,6 +339,7 @@ def test_engine_numbers_are_those_of_its_stats() -> None:
             "vllm:num_requests_running": 3,
             "vllm:num_requests_waiting": 2,
             "vllm:kv_cache_usage_perc": 0.75,
+            "vllm:cache_config_info": 1,
             "vllm:prefix_cache_queries_total": 70,
             "vllm:prefix_cache_hits_total": 40,
             "vllm:prompt_tokens_total": 70,
@@ -338,6 +352,8 @@ def test_engine_numbers_are_those_of_its_stats() -> None:
             "gyre_weights_version": 4,
         }
         assert found["gyre_replicas", "state=ready"] == 1
+        (cache,) = [key for key in found if key[0] == "vllm:cache_config_info"]
+        assert {"block_size=16", "num_gpu_blocks=8", "enable_prefix_caching=True"} <= set(cache)
 
     go(work)
 
@@ -378,6 +394,7 @@ def test_counters_of_a_lost_engine_stay_and_its_gauges_go() -> None:
         assert counts_changed(before, after) == {}
         gone = {key[0] for key in before if key not in after}
         assert gone == {
+            "vllm:cache_config_info",
             "vllm:num_requests_running",
             "vllm:num_requests_waiting",
             "vllm:kv_cache_usage_perc",
