@@ -24,7 +24,7 @@ from gyre.core.offers import Offer, RegisteredPart
 from gyre.core.records import Manifest, TensorEntry
 from gyre.kernels.checksum import as_hex, checksums
 from gyre.weights.boxes import views
-from gyre.weights.manifest import segment_run
+from gyre.weights.manifest import AGAIN, segment_run
 from gyre.weights.transports.addresses import (
     CUDA_IPC,
     GROUP_SCHEMES,
@@ -303,5 +303,5 @@ def verify_segment(
             f"{entry.name} of version {manifest.version}: numbers {segment.start} to "
             f"{segment.stop} from rank {segment.owner} have checksum {found}, and not "
             f"{segment.checksum}",
-            hint="nothing was changed: prepare the version again",
+            hint=AGAIN,
         )
