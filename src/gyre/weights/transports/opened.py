@@ -234,20 +234,6 @@ class PartOpener:
         return self._slots[name]
 
 
-@contextmanager
-def open_shards(offer: Offer, reading: Reading) -> Iterator[OpenTensors]:
-    """Give the version's whole tensors by name. They are valid within the block. At its end
-    SnapshotError where a part was overwritten meanwhile: nothing that was read may be used."""
-    opener = PartOpener(reading)
-    try:
-        with opener.open_parts(offer) as parts:
-            yield OpenTensors(offer.manifest, parts)
-            for part in parts:
-                part.reader.check()
-    finally:
-        opener.close()
-
-
 class OpenTensors(Mapping[str, Tensor]):
     """Whole host tensors, in the manifest's order. Each is read and verified when it is asked for,
     and not kept."""
