@@ -17,7 +17,7 @@ from gyre.weights.receive import receive
 from gyre.weights.swap import VersionBump
 from gyre.weights.tensor_source import LiveTensors
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, LIVE_SCHEMES, SHM, TCP, host_id
-from gyre.weights.transports.opened import PartOpener, Reading, open_shards
+from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.part_layout import PartRange, part_bytes
 from gyre.weights.transports.tcp_server import PartServer
 from offers import FailAt, Fault, offer_of
@@ -26,6 +26,7 @@ from part_cases import (
     TOKEN,
     Memory,
     live_servers,
+    open_shards,
     register,
     shared_folder,
     silent,

@@ -8,8 +8,15 @@ import torch
 from gyre.core.errors import SnapshotError
 from gyre.weights.registered import SPARE_BYTES, ReadOver
 from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.opened import PartOpener, Reading, open_shards
-from part_cases import register, shared_folder, stores_of, whole_tensors, with_wrong_checksum
+from gyre.weights.transports.opened import PartOpener, Reading
+from part_cases import (
+    open_shards,
+    register,
+    shared_folder,
+    stores_of,
+    whole_tensors,
+    with_wrong_checksum,
+)
 
 pytestmark = pytest.mark.gpu
 

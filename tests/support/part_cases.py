@@ -21,6 +21,7 @@ from gyre.weights.shards import ShardLayout, row_layout
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.device.live_server import LiveServer, live_name
 from gyre.weights.transports.mapped import MappedFile
+from gyre.weights.transports.opened import OpenTensors, PartOpener, Reading
 from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 from layout_cases import held_by
@@ -144,6 +145,20 @@ def register(
         for rank, (offer, store) in enumerate(zip(offers, stores, strict=True))
     ]
     return join_parts(version, epoch, parts)
+
+
+@contextmanager
+def open_shards(offer: Offer, reading: Reading) -> Iterator[OpenTensors]:
+    """Give the version's whole tensors by name, valid within the block. At its end SnapshotError
+    where a part was overwritten meanwhile."""
+    opener = PartOpener(reading)
+    try:
+        with opener.open_parts(offer) as parts:
+            yield OpenTensors(offer.manifest, parts)
+            for part in parts:
+                part.reader.check()
+    finally:
+        opener.close()
 
 
 def with_wrong_checksum(offer: Offer, name: str) -> Offer:

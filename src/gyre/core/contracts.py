@@ -66,8 +66,8 @@ class EngineAbilities:
     traces: bool = True  # returns when each piece of a prompt was computed
     grammars: bool = False
     commit_policies: tuple[CommitPolicy, ...] = COMMIT_POLICIES
-    # `prepare` puts the version beside the running one on the device; without it the version waits
-    # in host memory, and `commit` loads it
+    # `prepare` stages a copy or a folder beside the running version, on the device; without it the
+    # version stays where it was offered, and `commit` loads it
     prepares_on_device: bool = True
     # of these kinds (`core.offers`) an offer's source may be
     sources: tuple[SourceKind, ...] = SOURCE_KINDS
@@ -187,9 +187,10 @@ class EngineLifecycle(Protocol):
         ...
 
     async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
-        """Receive a version beside the running one and verify it. Nothing served changes.
-        InputError for a version or an epoch below what the engine has had. With `reverts` it is the
-        version before the last commit: another engine could not follow."""
+        """Check a version, and stage or open it. Nothing served changes. What is only opened is
+        read and verified by `commit`. InputError for a version or an epoch below what the engine
+        has had. With `reverts` it is the version before the last commit: another engine could not
+        follow."""
         ...
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:

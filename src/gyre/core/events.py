@@ -572,10 +572,10 @@ EVENTS = {
         },
     ),
     "pod.activity": EventKind(
-        "A process of a pod has done one of the activities of the pod's drawing.",
+        "A process of a pod has done one of the activities of the pod's timeline.",
         "activity seconds size_bytes?",
         own={
-            "activity": Field("str", "", "box of the drawing in docs/pod.md"),
+            "activity": Field("str", "", "activity of the timeline in docs/pod.md"),
             "size_bytes": Field("int", "bytes", "moved, taken or freed; missing: it moves none"),
         },
     ),

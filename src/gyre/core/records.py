@@ -24,7 +24,7 @@ Tier = Literal["device", "host", "disk", "none"]
 LogprobKind = Literal["processed", "raw"]
 Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]
-# what the processes of a pod do in a step: the boxes of its drawing in their order, and three more:
+# what the processes of a pod do in a step, in the order of its timeline, and three more:
 # "score" of a trainer, "wake" and "park" of an engine that keeps its process
 Activity = Literal[
     "dummy_start",

@@ -51,7 +51,7 @@ _LENGTH = struct.Struct("<I")  # bytes of the entry that follows
 
 
 class PrepareVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The ranks receive a version, each its part. Only its place travels here."""
+    """The ranks prepare a version, each its part. Its manifest and its place travel here."""
 
     manifest: Manifest
     folder: FolderTensors | None = None  # one of the two

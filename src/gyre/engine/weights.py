@@ -115,9 +115,9 @@ class EngineWeights:
             init_dummies(self.decoder)
 
     def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
-        """Receive a version beside the running one and verify it. A second call for the same
-        version is a no-op; another that was prepared is given up first. InputError for one of an
-        older publisher, unless it is the last version and `reverts`. All tensor ranks call it."""
+        """Check a version, and stage or open it. A second call for the same version is a no-op;
+        another that was prepared is given up first. InputError for one of an older publisher,
+        unless it is the last version and `reverts`. All tensor ranks call it."""
         prepared = Prepared(epoch=offer.manifest.epoch, version=offer.version)
         try:
             with self._agreed(f"version {offer.version}"):

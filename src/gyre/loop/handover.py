@@ -1,7 +1,7 @@
 """Handover: the one place that decides when a version goes out to the engine. In: a trainer whose
 step has returned. Out: an engine that answers with that version, whole.
 
-    trainer.register ──▶ lifecycle.prepare (receive and verify) ──▶ lifecycle.commit (swap)
+    trainer.register ──▶ lifecycle.prepare (stage or open) ──▶ lifecycle.commit (swap)
 
 Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or
 terminate it and start it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no
@@ -50,8 +50,8 @@ class Handover:
 
     async def publish(self, *, step: int, policy: CommitPolicy = "drain") -> int:
         """Bring the engine to the trainer's version, and return it; the engine has it whole, or
-        keeps the old one and this raises. Registered parts that were damaged since are registered
-        once more. `policy` decides about requests in flight."""
+        keeps the old one and this raises. Registered parts that engines could not read, or refused,
+        are registered once more. `policy` decides about requests in flight."""
         if not self._running:
             await self._lifecycle.start(dummy=True)
             self._running = True
@@ -60,7 +60,7 @@ class Handover:
         try:
             await self._update(offer, policy)
         except BaseException as error:
-            if not is_damaged(offer, error):
+            if not may_register_again(offer, error):
                 await self._fail(offer, error, step)
                 raise
             told = {"step": step, "version": offer.version, "error": repr(error)}
@@ -111,7 +111,7 @@ class Handover:
             self._emit("warn.rollback_failed", step=step, error=repr(error))
 
 
-def is_damaged(offer: Offer, error: BaseException) -> bool:
-    """Return whether receivers could not read what was registered, which its publisher still has.
-    Pure."""
+def may_register_again(offer: Offer, error: BaseException) -> bool:
+    """Return whether receivers could not read what was registered, or refused it; its publisher
+    still has the version. Pure."""
     return offer.registered is not None and isinstance(error, SnapshotError | InputError)

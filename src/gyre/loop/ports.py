@@ -66,8 +66,9 @@ class StageSpec:
 
 
 class VersionLog(Protocol):
-    """Where processes of a pod learn of versions. No call fails because the store is away;
-    RankError where a newer attempt at the run publishes."""
+    """Records versions at a pod's rendezvous, for operators and tests. No engine reads them: it
+    hears of a version by `prepare`. No call fails because the store is away; RankError where a
+    newer attempt at the run publishes."""
 
     async def offered(self, offer: Offer) -> None: ...
 
@@ -94,7 +95,7 @@ class StageParts:
     engine: RolloutEngine | None = None
     lifecycle: EngineLifecycle | None = None
     exports: ExportPort | None = None  # between the steps; None where none is asked for
-    versions: VersionLog | None = None  # None where all processes learn of them from the loop's
+    versions: VersionLog | None = None  # None where there is no rendezvous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

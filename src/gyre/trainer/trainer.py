@@ -263,7 +263,8 @@ class NativeTrainer:
 
     def register_now(self, epoch: int = 0) -> Offer:
         """Offer the version: its tensors, or, where no rank holds them whole, this rank's
-        shards. On the compute thread."""
+        shards. On the compute thread. In a pod whole tensors are offered as SharedStorage, too,
+        though no engine shares them: `publish_part` alone takes this offer."""
         self._assert_filled()
         actor = self.models.actor
         if actor.split.shards_weights or (self.shards_weights and not self.in_parts):

@@ -19,6 +19,9 @@ from gyre.kernels.checksum import SummedRun, as_hex, checksums
 from gyre.kernels.checksum import checksum as sum_of
 from gyre.weights.shards import ShardLayout
 
+# also where nothing was overwritten: what finds a fault does not know what its caller has written
+AGAIN = "the last version is put back: prepare this one again from the trainer that owns it"
+
 
 def checksum(tensor: Tensor) -> str:
     """Return the checksum of a whole tensor."""
@@ -99,8 +102,17 @@ def find_faults(
                 f"the version has {entry.dtype} {entry.shape}"
             )
         elif not matches(entry, tensor):
-            faults.append(f"{entry.name} does not match its checksum")
+            faults.append(checksum_fault(entry))
     return faults
+
+
+def checksum_fault(entry: TensorEntry) -> str:
+    """Say that a tensor has another checksum, and from which ranks of the publisher it is."""
+    owners = sorted({segment.owner for segment in entry.segments})
+    return (
+        f"{entry.name} does not match its checksum "
+        f"(from rank{'s' * (len(owners) > 1)} {', '.join(str(owner) for owner in owners)})"
+    )
 
 
 def segment_run(entry: TensorEntry, segment: Segment, values_N: Tensor) -> SummedRun:
@@ -137,5 +149,5 @@ def refuse_faults(manifest: Manifest, faults: Sequence[str]) -> None:
         raise SnapshotError(
             f"weights of version {manifest.version} are not whole ({len(faults)} faults): "
             f"{'; '.join(faults[:3])}",
-            hint="nothing was changed: prepare the version again from the trainer that owns it",
+            hint=AGAIN,
         )

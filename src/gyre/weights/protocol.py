@@ -22,7 +22,7 @@ from gyre.core.records import Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The version of a manifest was received and verified beside the one that serves."""
+    """The version of a manifest was checked, and staged or opened; the last one serves."""
 
     epoch: int
     version: int

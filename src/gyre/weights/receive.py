@@ -47,7 +47,8 @@ def receive(
     emit: Emit,
     held: TensorPart | None = None,
 ) -> Swap:
-    """Receive a version beside the running one and verify it; nothing of `own` is written.
+    """Check a version, and stage or open it; nothing of `own` is written. What is only opened is
+    verified as the swap runs.
     `shared`: the engine was built on its trainer's tensors. `parts` opens what was registered.
     `held`: what a tensor rank's `own` is of the whole tensors. InputError for a version that the
     engine cannot take, SnapshotError for one that is not whole."""

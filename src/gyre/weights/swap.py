@@ -112,7 +112,7 @@ class Swap(Protocol):
 
     def verify(self) -> None:
         """Verify with the other ranks of the engine what none could alone. All call it at the same
-        point, after `run`."""
+        point, after `run`. Over one tensor rank it does nothing: staging or `run` has verified."""
         ...
 
     def undo(self) -> None:

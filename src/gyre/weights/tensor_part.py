@@ -25,7 +25,7 @@ from gyre.distributed.layout import BoxRun, ModelLayout
 from gyre.distributed.process_group import RankGroup
 from gyre.kernels.checksum import ALL_BITS, checksums
 from gyre.weights.boxes import common_views, local_source
-from gyre.weights.manifest import refuse_faults, segment_run
+from gyre.weights.manifest import checksum_fault, refuse_faults, segment_run
 from gyre.weights.shards import Shape
 from gyre.weights.tensor_source import TensorSource
 from gyre.weights.transports.part_layout import PlacedSegment
@@ -93,7 +93,7 @@ class TensorPart:
                 continue  # without checksums shapes alone are verified
             expected = sum(int(one, 16) for one in checksums)
             if number in differs or (total - expected) & ALL_BITS:
-                faults.append(f"{entry.name} does not match its checksum")
+                faults.append(checksum_fault(entry))
         refuse_faults(manifest, faults)
 
     @contextmanager

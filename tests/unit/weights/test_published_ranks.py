@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.opened import Reading, open_shards
+from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.publish import join_parts
-from part_cases import shared_folder
+from part_cases import open_shards, shared_folder
 from part_ranks import publish_from_trainer
 from rank_pool import RankPool
 

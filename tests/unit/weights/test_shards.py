@@ -308,7 +308,8 @@ def test_a_manifest_names_the_box_and_owner_of_every_number(num_tensor_ranks, nu
     manifest = Manifest(version=1, entries=tuple(summed), shared=False)
     assert find_faults(manifest, whole) == []
     changed = {**whole, "layers.0.down.weight": whole["layers.0.down.weight"].flip(1)}
-    assert find_faults(manifest, changed) == ["layers.0.down.weight does not match its checksum"]
+    (fault,) = find_faults(manifest, changed)
+    assert fault.startswith("layers.0.down.weight does not match its checksum")
 
 
 def test_one_process_gathers_from_itself():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -74,10 +76,26 @@ def test_manifest_names_each_fault():
         "embed is missing",
         "extra is not part of the version",
         "norm is float32 (8,), the version has bfloat16 (8,)",
-        "big does not match its checksum",
+        "big does not match its checksum (from rank 0)",
     ]
     with pytest.raises(SnapshotError, match="version 5 are not whole"):
         verify_manifest(manifest, bad)
+
+
+def test_a_wrong_checksum_names_the_ranks_and_what_became_of_the_last_version():
+    """Over the running numbers too, which an engine on a GPU verifies: the message is the same."""
+    held = tensors()
+    manifest = make_manifest(5, held, shared=False, checksums=True)
+    (big,) = (entry for entry in manifest.entries if entry.name == "big")
+    (whole,) = big.segments
+    cuts = tuple(replace(whole, start=8 * at, stop=8 * at + 8, owner=at % 3) for at in range(5))
+    cut = replace(manifest, entries=(replace(big, segments=cuts),))
+    with pytest.raises(SnapshotError) as caught:
+        verify_manifest(cut, {"big": held["big"]}, matches=lambda entry, tensor: False)
+    assert caught.value.message.endswith(
+        "(1 faults): big does not match its checksum (from ranks 0, 1, 2)"
+    )
+    assert caught.value.hint.startswith("the last version is put back")
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 7, 100, 1 << 20])

@@ -306,15 +306,15 @@ class EnginePool:
                     self.balancer.learn(member, stats)
 
     async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
-        """Let every engine receive the version: from the trainer rank beside it, or a copy. One
-        that is still catching up with the last version takes it after the commit."""
+        """Let every engine prepare the version: from the trainer rank beside it, or as it is
+        carried. One that is still catching up with the last version takes it after the commit."""
         assert not reverts, "the pool brings its engines back by itself"
         self._state.refuse_stale(offer.manifest)
         self._watch_all()
         members = [member for member in self._present() if not member.catching_up]
         is_away = any(member.name not in offer.homes for member in members)
-        copy = await self._copy(offer) if is_away else None
-        calls = {member: self._prepare(member, offer, copy) for member in members}
+        carried = await self._carry(offer) if is_away else None
+        calls = {member: self._prepare(member, offer, carried) for member in members}
         await self._gather(calls, watched=f"receipt of version {offer.version}")
         self._offered = offer
         self._state = self._state.after(Prepared(epoch=offer.manifest.epoch, version=offer.version))
@@ -631,11 +631,11 @@ class EnginePool:
     async def _try_offer(self, member: EngineReplica, offer: Offer) -> str:
         """Return why an engine could not take a version, or ""."""
         try:
-            copy = None if member.name in offer.homes else await self._copy(offer)
+            carried = None if member.name in offer.homes else await self._carry(offer)
         except GyreError as error:  # its owner is past that version, or gone itself
             return error.message
         try:
-            await self._prepare(member, offer, copy)
+            await self._prepare(member, offer, carried)
             await member.ask("engine.commit", offer.version, "drain")
         except LOSSES as error:
             self._lose(member, str(error))
@@ -651,19 +651,19 @@ class EnginePool:
             raise self._broken
         return [member for member in self.members.values() if member.state != "lost"]
 
-    async def _copy(self, offer: Offer) -> Any:
-        """Return the offer with its tensors, for engines that no trainer rank is beside; fetched
-        and sent once."""
+    async def _carry(self, offer: Offer) -> Any:
+        """Return the offer for engines that no trainer rank is beside, sent once. Tensors of a
+        worker are fetched; of a folder and of registered shards no byte is copied."""
         # here, since it imports torch: a server never comes by, as its weights are a folder
         from gyre.weights.receive import carry
 
         return self._cluster.share(await carry(offer))
 
-    async def _prepare(self, member: EngineReplica, offer: Offer, copy: Any) -> None:
+    async def _prepare(self, member: EngineReplica, offer: Offer, carried: Any) -> None:
         if member.name in offer.homes:
             await member.ask("engine.prepare_own", offer.version)
         else:
-            await member.ask("engine.prepare", copy)
+            await member.ask("engine.prepare", carried)
         if member.state != "lost":
             member.prepared = offer.version
 

@@ -1,5 +1,9 @@
 """Metadata store: what a pod knows of itself. In: a rendezvous, this process's name. Out: the
-offered version for one that joins, who is there, who has which version, what is under way.
+offered version, who is there, who has which version, what is under way.
+
+Runs write records and read the epoch, which is the fence. What reads offers, members, receivers or
+versions, and `withdraw_offer`, is for operators' scripts and tests. Engines hear of a version from
+the driver.
 
 Publishing is fenced by the run's epoch: the commit of an older attempt is refused with Superseded.
 Reading is too: an offer that is older than one that this process has seen is not returned, though
@@ -127,7 +131,7 @@ class MetadataStore:
             return await self._delete_orphans()
 
     async def publish_offer(self, offer: Offer) -> None:
-        """Register a version for receivers. What it replaces is deleted, but for the last one."""
+        """Record an offer. What it replaces is deleted, but for the last one."""
         order = (offer.manifest.epoch, offer.manifest.version)
         for key, text in encode_offer(offer).items():
             await self._keeper.write(OwnRecord(key=key, value=text, is_published=True))

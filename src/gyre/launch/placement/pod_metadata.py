@@ -99,7 +99,7 @@ class PodMetadata:
     # of a publisher: `loop.ports.VersionLog`
 
     async def offered(self, offer: Offer) -> None:
-        """Register an offer for those that come later. Superseded where a newer attempt at the run
+        """Record an offer, for operators and tests. Superseded where a newer attempt at the run
         publishes."""
         await self._try(self._publish(offer), f"offer of version {offer.version}")
 

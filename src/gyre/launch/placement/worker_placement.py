@@ -161,7 +161,7 @@ class WorkerPlacement:
         return facts
 
     async def _join_pod(self) -> None:
-        """Open the rendezvous, where the sidecars meet and versions are registered."""
+        """Open the rendezvous, where the sidecars meet and versions are recorded."""
         settings, host, port = self._settings.rendezvous, self._fleet.host, self._store.port
         opened = open_rendezvous(
             settings,

@@ -26,7 +26,8 @@ class OpenSlot:
 
 
 class PartStore(Protocol):
-    """An owner's memory for two versions. Version n - 1 stays readable until n + 1 begins."""
+    """An owner's memory for two versions. Version n - 1 stays readable until n + 1 begins, or n
+    begins a second time."""
 
     def writing(
         self, *, epoch: int, version: int, size_bytes: int

@@ -24,7 +24,7 @@ from gyre.core.offers import Offer, RegisteredPart
 from gyre.core.records import Manifest, TensorEntry
 from gyre.kernels.checksum import as_hex, checksums
 from gyre.weights.boxes import views
-from gyre.weights.manifest import segment_run
+from gyre.weights.manifest import AGAIN, segment_run
 from gyre.weights.transports.addresses import (
     CUDA_IPC,
     GROUP_SCHEMES,
@@ -234,20 +234,6 @@ class PartOpener:
         return self._slots[name]
 
 
-@contextmanager
-def open_shards(offer: Offer, reading: Reading) -> Iterator[OpenTensors]:
-    """Give the version's whole tensors by name. They are valid within the block. At its end
-    SnapshotError where a part was overwritten meanwhile: nothing that was read may be used."""
-    opener = PartOpener(reading)
-    try:
-        with opener.open_parts(offer) as parts:
-            yield OpenTensors(offer.manifest, parts)
-            for part in parts:
-                part.reader.check()
-    finally:
-        opener.close()
-
-
 class OpenTensors(Mapping[str, Tensor]):
     """Whole host tensors, in the manifest's order. Each is read and verified when it is asked for,
     and not kept."""
@@ -303,5 +289,5 @@ def verify_segment(
             f"{entry.name} of version {manifest.version}: numbers {segment.start} to "
             f"{segment.stop} from rank {segment.owner} have checksum {found}, and not "
             f"{segment.checksum}",
-            hint="nothing was changed: prepare the version again",
+            hint=AGAIN,
         )

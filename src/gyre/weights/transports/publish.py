@@ -1,5 +1,6 @@
 """Publish: a trainer rank registers its part of a version, and the parts become one offer. In: the
-rank's own offer, a PartStore. Out: a PublishedPart that crosses processes; an Offer of them all.
+rank's own offer, a PartStore. Out: a PublishedPart that crosses processes; an Offer of them all. No
+engine has the version then: to publish it whole is the work of `loop.handover`.
 
 Of shards each rank writes the runs that it owns, without a gather. Of whole tensors, which every
 rank has, the ranks write one cut each.

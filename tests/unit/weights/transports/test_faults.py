@@ -22,11 +22,21 @@ from gyre.cluster.worker.frames import decode, encode
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.opened import PartOpener, Reading, open_shards
+from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.shared_memory import SharedMemoryStore, group_room
 from gyre.weights.transports.slot_header import HEADER_BYTES, SlotHeader, pack
 from gyre.weights.transports.tcp_server import PartServer
-from part_cases import RUN, TOKEN, filled, register, shared_folder, silent, stores_of, whole_tensors
+from part_cases import (
+    RUN,
+    TOKEN,
+    filled,
+    open_shards,
+    register,
+    shared_folder,
+    silent,
+    stores_of,
+    whole_tensors,
+)
 
 DEADLINE_S = 60.0
 

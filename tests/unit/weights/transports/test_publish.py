@@ -20,11 +20,11 @@ from gyre.weights.manifest import find_faults
 from gyre.weights.receive import carry
 from gyre.weights.shards import row_layout
 from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.opened import Reading, open_shards
+from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.publish import join_parts, publish_part
 from layout_cases import numbered, spec_of
 from offers import offer_of
-from part_cases import shard_offer, shared_folder, stores_of, whole_tensors
+from part_cases import open_shards, shard_offer, shared_folder, stores_of, whole_tensors
 
 
 @settings(deadline=None, max_examples=15)

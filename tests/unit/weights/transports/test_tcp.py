@@ -16,7 +16,7 @@ import torch
 
 from gyre.core.errors import ConfigError, DeadlineError, InputError, SnapshotError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
-from gyre.weights.transports.opened import Reading, open_shards
+from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.tcp_server import PartServer
 from gyre.weights.transports.tcp_wire import (
     ANSWER_BYTES,
@@ -30,7 +30,16 @@ from gyre.weights.transports.tcp_wire import (
     unpack_answer,
     unpack_request,
 )
-from part_cases import RUN, TOKEN, register, shared_folder, silent, stores_of, whole_tensors
+from part_cases import (
+    RUN,
+    TOKEN,
+    open_shards,
+    register,
+    shared_folder,
+    silent,
+    stores_of,
+    whole_tensors,
+)
 
 DEADLINE_S = 20.0
 HOST = "127.0.0.1"
