@@ -108,6 +108,11 @@ class ServerMetrics:
         self.generation_tokens = self._histogram(
             "vllm:request_generation_tokens", "Tokens of a completion.", tokens
         )
+        self.longest_tokens = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Tokens of the longest completion of a request.",
+            tokens,
+        )
         self.params_n = self._histogram(
             "vllm:request_params_n", "Completions asked for by a request.", PARAMS_N
         )
@@ -218,9 +223,11 @@ class FollowedRequest:
             metrics.latency.observe(now_s - self._submitted_s)
             metrics.prompt_tokens.observe(len(self._request.tokens))
             metrics.generation_tokens.observe(self._tokens[chunk.index])
-            metrics.params_n.observe(self._request.sampling.n)
             metrics.params_max_tokens.observe(self._request.sampling.max_tokens)
             self._observe_parts(chunk.index)
+            if not self._open:
+                metrics.params_n.observe(self._request.sampling.n)
+                metrics.longest_tokens.observe(max(self._tokens.values()))
 
     def _observe_parts(self, index: int) -> None:
         """Time the parts of a completion; of one without a token there are none."""

@@ -202,13 +202,17 @@ DONE = tuple(
         "e2e_request_latency_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
-        "request_params_n",
         "request_params_max_tokens",
         "request_prefill_time_seconds",
         "request_decode_time_seconds",
         "request_inference_time_seconds",
         "request_time_per_output_token_seconds",
     )
+)
+# once for all completions of a request
+WHOLE = (
+    ("vllm:request_params_n_count",),
+    ("vllm:request_max_num_generation_tokens_count",),
 )
 
 
@@ -219,7 +223,7 @@ def test_each_way_to_end_changes_exactly_its_numbers() -> None:
             tokens(0, 4, "length", timing),
             {},
             200,
-            {success("length"): 1, **dict.fromkeys((*TIMED, *DONE), 1)},
+            {success("length"): 1, **dict.fromkeys((*TIMED, *DONE, *WHOLE), 1)},
         ),
         (
             after(tokens(0, 1, None, timing), tokens(0, 1), tokens(0, 1, "stop")),
@@ -227,7 +231,7 @@ def test_each_way_to_end_changes_exactly_its_numbers() -> None:
             200,
             {
                 success("stop"): 1,
-                **dict.fromkeys((*TIMED, *DONE), 1),
+                **dict.fromkeys((*TIMED, *DONE, *WHOLE), 1),
                 ("vllm:inter_token_latency_seconds_count",): 2,
             },
         ),
@@ -235,7 +239,12 @@ def test_each_way_to_end_changes_exactly_its_numbers() -> None:
             after(tokens(0, 2, "stop", timing), tokens(1, 4, "length", timing)),
             {"n": 2},
             200,
-            {success("stop"): 1, success("length"): 1, **dict.fromkeys((*TIMED, *DONE), 2)},
+            {
+                success("stop"): 1,
+                success("length"): 1,
+                **dict.fromkeys((*TIMED, *DONE), 2),
+                **dict.fromkeys(WHOLE, 1),
+            },
         ),
         (None, {"tools": []}, 400, {error("invalid_value"): 1}),
         (None, {"model": "gpt"}, 404, {error("model_not_found"): 1}),
@@ -314,6 +323,7 @@ def test_times_are_of_the_clock_and_fall_into_vllms_buckets() -> None:
             "vllm:request_prompt_tokens_sum": 3,
             "vllm:request_generation_tokens_sum": 3,
             "vllm:request_params_n_sum": 1,
+            "vllm:request_max_num_generation_tokens_sum": 3,
             "vllm:request_params_max_tokens_sum": 4,
         }
         name = "vllm:time_to_first_token_seconds_bucket"
@@ -427,6 +437,7 @@ def test_the_cpu_engine_counts_what_was_asked_of_it() -> None:
                 **SCRAPED,
                 success("length"): 3,
                 **dict.fromkeys((*TIMED, *DONE), 3),
+                **dict.fromkeys(WHOLE, 2),
                 ("vllm:prompt_tokens_total", "engine=0"): 3 * 24,
                 ("vllm:prefix_cache_queries_total", "engine=0"): 3 * 24,
                 ("vllm:prefix_cache_hits_total", "engine=0"): 16 + 24,
