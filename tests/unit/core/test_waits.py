@@ -65,6 +65,7 @@ OWNED = {
     ("observability/tracing/otlp_sender.py", "close"): "nothing: it closes sockets",
     ("launch/serving/engine_groups.py", "watch"): "the end of a rank, which is what it waits for",
     ("launch/serving/engine_groups.py", "note"): "nothing: the futures are done",
+    ("launch/serving/engine_groups.py", "pass_on"): "nothing: the future is done",
     ("launch/serving/follow.py", "_look"): "the disk, which tells the files of a folder",
     ("launch/serving/server.py", "following"): "the task, which is cancelled",
     ("launch/placement/inline.py", "_export_live"): "the compute thread",

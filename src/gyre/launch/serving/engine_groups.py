@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from gyre.cluster.worker.rpc import STARTS, ask
 from gyre.core.contracts import Cluster, WorkerHandle
+from gyre.core.errors import WorkerLost
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.launch.placement.engine_ranks import all_or_first_error, name_rank
@@ -31,9 +32,24 @@ class EngineGroup:
         self.ranks = tuple(ranks)
         self.name = ranks[0].name
         self.place = "; ".join(f"rank {rank}: {one.place}" for rank, one in enumerate(ranks))
+        self.cause = ""  # of its end: the rank that was gone first, and why
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
-        return self.ranks[0].begin(method, *args)
+        """Call the first rank. When another one is gone, the error of a call names that one."""
+        whole: Future[Any] = Future()
+        whole.set_running_or_notify_cancel()
+
+        def pass_on(answer: Future[Any]) -> None:
+            error = answer.exception()
+            if isinstance(error, WorkerLost) and self.cause:
+                error = WorkerLost(f"{self.name} is lost: {self.cause}")
+            if error is not None:
+                whole.set_exception(error)
+            else:
+                whole.set_result(answer.result())
+
+        self.ranks[0].begin(method, *args).add_done_callback(pass_on)
+        return whole
 
     def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
         looks = [one.look(what) for one in self.ranks]
@@ -83,7 +99,9 @@ class EngineGroups:
         try:
             await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             rank = next(rank for rank, watch in enumerate(watches) if watch.done())
-            return f"rank {rank} of the engine ({handle.ranks[rank].place}): {await watches[rank]}"
+            why = await watches[rank]
+            handle.cause = f"rank {rank} of the engine ({handle.ranks[rank].place}): {why}"
+            return handle.cause
         finally:
             for watch in watches:
                 watch.cancel()

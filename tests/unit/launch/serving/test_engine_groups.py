@@ -23,9 +23,12 @@ class Handle:
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
         self.looks: list[Future[Any]] = []
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.answer: Future[Any] | None = None  # that a test gives
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
         self.asked.append((method, args))
+        if self.answer is not None:
+            return self.answer
         answer: Future[Any] = Future()
         if self.refuses == f"{self.name} {method}":
             answer.set_exception(InputError(f"{self.name} refuses"))
@@ -116,6 +119,31 @@ def test_the_end_of_any_rank_is_that_of_the_engine(rank) -> None:
         told = await asyncio.wait_for(watching, 30)
         place = cluster.started[rank].place
         assert told == f"rank {rank} of the engine ({place}): it was ended by SIGKILL"
+
+    asyncio.run(main())
+
+
+def test_a_call_that_ends_with_its_engine_names_the_rank_that_was_gone_first() -> None:
+    """The first rank is stopped after another one has ended."""
+
+    async def main() -> None:
+        engines, _ = groups(cluster := Cluster())
+        group = await engines.start(SPEC)
+        watching = asyncio.create_task(engines.watch(group))
+        await asyncio.sleep(0)
+        first, second = cluster.started
+        first.answer = Future()
+        call = group.begin("engine.start")
+        second.gone.set_result("it was ended by SIGKILL")
+        await asyncio.wait_for(watching, 30)
+        first.answer.set_exception(WorkerLost("worker engine-1 is gone: it was stopped"))
+        with pytest.raises(WorkerLost, match=r"engine-1 is lost: rank 1 .* ended by SIGKILL"):
+            call.result(0)
+        first.answer = Future()
+        call = group.begin("engine.start")
+        first.answer.set_exception(InputError("its own"))
+        with pytest.raises(InputError, match="its own"):
+            call.result(0)
 
     asyncio.run(main())
 
