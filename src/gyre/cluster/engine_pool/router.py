@@ -41,6 +41,7 @@ class Live:
     ending: tuple[Finish, str] | None = None  # how and why it was asked to end
     timer: asyncio.TimerHandle | None = None  # at its deadline
     is_late: bool = False  # its deadline has passed
+    is_resumed: bool = False  # an engine that is lost had it
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # all completions are answered
 
     @property
@@ -150,7 +151,10 @@ class RequestRouter:
             return
         up = {member.name: member for member in engines}
         now_s = asyncio.get_running_loop().time()
-        requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
+        requests = [
+            live.book.for_engine(waited_s=now_s - live.submitted_s, resumed=live.is_resumed)
+            for live in waiting
+        ]
         # with one engine there is nothing to choose, and thousands of requests need no sum
         is_asked = len(up) > 1 and not self.balancer.estimates
         outstanding = self.outstanding_tokens(up) if is_asked else dict.fromkeys(up, 0)
@@ -204,6 +208,7 @@ class RequestRouter:
             if live.is_late:
                 self._end_late(live, "its engine was lost")
                 continue
+            live.is_resumed = True
             again.append(live)
             self._incoming.append(live)
         return again

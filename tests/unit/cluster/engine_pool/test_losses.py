@@ -361,6 +361,26 @@ def test_a_deadline_that_an_engine_slept_through_ends_the_request_with_that_engi
     go(work, (A,))
 
 
+def test_only_what_a_lost_engine_had_is_marked_so() -> None:
+    """Another engine takes it though its queue is full."""
+
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        tasks = [bench.read(ask("a" * (i + 1))) for i in range(4)]
+        a, b = bench.sim.newest(A), bench.sim.newest(B)
+        await bench.until(lambda: len(a.running) == len(b.running) == 2)
+        assert not any(one.resumed for one, _ in [*a.running.values(), *b.running.values()])
+        moved = set(a.running)
+        bench.hold("engine.start")
+        a.die()
+        await bench.until(lambda: len(b.running) == 4)
+        assert {name for name, (one, _) in b.running.items() if one.resumed} == moved
+        bench.release("engine.start")
+        await finish(bench, tasks)
+
+    go(work)
+
+
 def test_an_engine_that_ends_requests_by_itself_is_lost_and_they_go_on() -> None:
     """Its cycle broke: it would refuse, or end, everything that it is given, and have the least to
     do."""
