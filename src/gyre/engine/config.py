@@ -63,12 +63,16 @@ class EngineConfig(Section):
         default=256, ge=1, description="Completions that hold KV pages at the same time, at most."
     )
     max_queued: int = Field(
-        default=16_384, ge=1, description="Completions that wait, at most; more are refused."
+        default=16_384,
+        ge=1,
+        description="Completions that may be unanswered beyond max_running, whether any waits or "
+        "not; more are refused.",
     )
     max_queued_tokens: int = Field(
         default=16_777_216,
         ge=1,
-        description="Tokens of given prompts and beginnings that wait, at most; more are refused.",
+        description="Tokens of given prompts and beginnings that may be unanswered beyond what the "
+        "KV cache holds; more are refused.",
     )
     token_budget: int = Field(
         default=2048,

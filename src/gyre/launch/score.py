@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeGuard, cast, get_args
 
 import numpy as np
 import tokenizers
@@ -21,7 +21,7 @@ from gyre.data.config import DataConfig
 from gyre.data.rows import as_json, check_values, read_rows
 from gyre.launch.run_folder.run_folder import read_overrides
 from gyre.observability.events import count_events
-from gyre.rewards.score import RuleScorer
+from gyre.rewards.score import RuleScorer, without_end
 from gyre.runconfig.run_config import RunConfig, load_run_config
 
 _NOT_TASK = ("completion", "prompt")
@@ -65,11 +65,14 @@ def score_file(config: RunConfig, completions: Path, *, tokenizer: Path) -> Scor
             f"{completions} has no rows", hint='write {"completion": …, "answer": …, …}, one a line'
         )
     folders = (str(tokenizer), config.tokenizer.path, config.model.path)
-    needed = any(part.kind == "length" for part in rules)
-    count = _find_counter([Path(folder).expanduser() for folder in folders if folder])
-    if count is None and any(part.kind == "function" for part in rules):
+    lengths = _Lengths(
+        count=_find_counter([Path(folder).expanduser() for folder in folders if folder]),
+        needed_by=next((part.name for part in rules if part.needs_num_tokens), ""),
+        end_markers=config.rewards.end_markers,
+    )
+    if lengths.count is None and any(part.kind == "function" for part in rules):
         notes.append("no tokenizer is here: num_tokens counts words, unless a row says it")
-    rollouts = [_read_row(where, row, count, needed=needed) for where, row in rows]
+    rollouts = [_read_row(where, row, lengths) for where, row in rows]
     events: list[dict[str, Any]] = []
     scores = asyncio.run(
         _score(config, rollouts, lambda kind, **fields: events.append({"kind": kind, **fields}))
@@ -92,10 +95,33 @@ async def _score(config: RunConfig, rollouts: Sequence[Rollout], emit: Emit) -> 
         await scorer.close()
 
 
-def _read_row(
-    where: str, row: Mapping[str, Any], count: Callable[[str], int] | None, *, needed: bool
-) -> Rollout:
-    """Read one row. `needed`: a part judges by the number of tokens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lengths:
+    """Says how many tokens a completion has, as a run counts them: with the end token."""
+
+    count: Callable[[str], int] | None  # tokens of a text; None: no tokenizer is here
+    needed_by: str  # a part that judges by the number of tokens, or ""
+    end_markers: Sequence[str]
+
+    def find(self, where: str, row: Mapping[str, Any], text: str, finish: Finish) -> int:
+        """Return what the row says, else what the tokenizer counts, else the words. InputError
+        where a part needs tokens and only words are there."""
+        if (told := _read_num_tokens(where, row)) is not None:
+            return told
+        if self.count is not None:
+            # a text lacks the end token that the policy chose
+            return self.count(without_end(text, self.end_markers)) + (finish == "stop")
+        if self.needed_by:
+            raise InputError(
+                f"{where}: part '{self.needed_by}' judges by the number of tokens, and there is "
+                "neither num_tokens nor a tokenizer here",
+                hint='add "num_tokens" to the row, or set tokenizer.path to a folder with '
+                "tokenizer.json",
+            )
+        return len(text.split())
+
+
+def _read_row(where: str, row: Mapping[str, Any], lengths: _Lengths) -> Rollout:
     text, prompt = row.get("completion"), row.get("prompt") or ""
     if not isinstance(text, str):
         state = "is missing" if "completion" not in row else f"is {type(text).__name__}"
@@ -109,7 +135,6 @@ def _read_row(
             f"{where}: field 'prompt' is {type(prompt).__name__}",
             hint="give a text, or leave it out",
         )
-    num_tokens = _read_num_tokens(where, row, text, count, needed=needed)
     finish = row.get("finish", "stop")
     if finish not in get_args(Finish):
         accepted = ", ".join(get_args(Finish))
@@ -117,6 +142,7 @@ def _read_row(
             f"{where}: finish = {finish!r}; need one of {accepted}",
             hint="correct it, or leave it out",
         )
+    num_tokens = lengths.find(where, row, text, finish)
     check_values(row, where)
     sampled, zeros = np.ones(num_tokens, dtype=bool), np.zeros(num_tokens, dtype=np.float32)
     tokens = np.zeros(num_tokens, dtype=np.int32)  # rewards see text and a number of tokens
@@ -138,26 +164,12 @@ def _read_row(
     )
 
 
-def _read_num_tokens(
-    where: str,
-    row: Mapping[str, Any],
-    text: str,
-    count: Callable[[str], int] | None,
-    *,
-    needed: bool,
-) -> int:
-    """Return the row's number of tokens, else what `count` finds in `text`, else its words.
-    InputError where a number is needed and words would stand for it."""
-    num_tokens = row.get("num_tokens")
-    if num_tokens is None and count is None and needed:
-        raise InputError(
-            f"{where}: a length part needs the number of tokens, and there is neither num_tokens "
-            "nor a tokenizer here",
-            hint='add "num_tokens" to the row, or set tokenizer.path to a folder with '
-            "tokenizer.json",
-        )
+def _read_num_tokens(where: str, row: Mapping[str, Any]) -> int | None:
+    """Return the row's `num_tokens`, else the number of its `tokens`, as samples.jsonl has them;
+    None where it has neither. InputError for a number that no completion has."""
+    num_tokens, tokens = row.get("num_tokens"), row.get("tokens")
     if num_tokens is None:
-        num_tokens = count(text) if count is not None else len(text.split())
+        return len(tokens) if _is_token_list(tokens) else None
     if (
         not isinstance(num_tokens, int)
         or isinstance(num_tokens, bool)
@@ -168,6 +180,11 @@ def _read_num_tokens(
             hint="give a whole number of tokens, 0 to 16,777,215",
         )
     return num_tokens
+
+
+def _is_token_list(value: Any) -> TypeGuard[list[int]]:
+    """Return whether a field `tokens` holds token ids, not something else of the task. Pure."""
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def _find_counter(folders: Sequence[Path]) -> Callable[[str], int] | None:

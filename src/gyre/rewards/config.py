@@ -54,6 +54,11 @@ class _Part(Section):
         least to the score. With a negative weight that is the largest."""
         return min(self.values, key=lambda value: self.weight * value)
 
+    @property
+    def needs_num_tokens(self) -> bool:
+        """Whether the part judges by the number of tokens, so that words can't stand for them."""
+        return False
+
     def for_check(self) -> dict[str, Any]:
         """Return what the worker's check needs, as plain data."""
         return self.model_dump(mode="json")
@@ -129,6 +134,10 @@ class LengthPart(_Part):
     @property
     def values(self) -> tuple[float, ...]:
         return (-1.0, 0.0)
+
+    @property
+    def needs_num_tokens(self) -> bool:
+        return True
 
     @model_validator(mode="after")
     def check_order(self) -> LengthPart:
@@ -215,8 +224,8 @@ class FunctionPart(_Part):
     """Python function by dotted path."""
 
     path: str
-    """"module:function", called as function(task, completion, **options); returns a number or
-    (number, reason)."""
+    """"module:function", called as function(task, completion, **options), and with prompt, finish
+    and num_tokens where it names them; returns a number or (number, reason)."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call."""

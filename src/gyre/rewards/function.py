@@ -5,8 +5,8 @@ and outcome.
 
 task: the problem's mapping (answer, tests, …); completion: the text that the policy wrote; options:
 the part's `options` in the TOML. A parameter named `prompt`, `finish` or `num_tokens` is given the
-prompt's text, how the completion ended, or its length. The module is looked for as Python does it,
-the working folder included.
+prompt's text, how the completion ended, or its number of tokens, the end token included. The module
+is looked for as Python does it, the working folder included.
 
 Before anything expensive, `rewards.pool.validate.check_reward_function` runs it on samples in a
 process of its own and refuses it with the case that fails. During a run a raise is a score with

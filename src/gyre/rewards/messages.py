@@ -26,7 +26,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     task: Any
     prompt: str
     finish: str
-    num_tokens: int  # that the policy chose
+    num_tokens: int  # that the policy chose, the end token included
 
 
 class Setup(msgspec.Struct, frozen=True):

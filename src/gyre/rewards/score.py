@@ -110,7 +110,7 @@ class RuleScorer:
                 )
 
     def _item(self, rollout: Rollout) -> Item:
-        text = _without_end(rollout.text, self._end_markers)
+        text = without_end(rollout.text, self._end_markers)
         return Item(
             text=text.encode("utf-8", "replace").decode(),
             task=rollout.prompt.task,
@@ -162,7 +162,7 @@ class RuleScorer:
             await self.pool.close()
 
 
-def _without_end(text: str, markers: Sequence[str]) -> str:
+def without_end(text: str, markers: Sequence[str]) -> str:
     """Return the completion without the end-of-text tokens that a tokenizer may leave in its
     text."""
     end = len(text.rstrip())

@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -37,6 +37,7 @@ from gyre.server.bodies.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    SamplingFields,
     TokenizeBody,
 )
 from gyre.server.completions import open_completion
@@ -60,6 +61,9 @@ from gyre.server.tracing.marks import trace_fields
 
 PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
 READY_S = 5.0  # longest wait for the engines' answer about their health
+
+Result = TypeVar("Result")
+Fields = TypeVar("Fields", bound=SamplingFields)
 
 
 class Api:
@@ -133,7 +137,8 @@ class Api:
             raise ApiError(400, "top_logprobs: need logprobs = true with it", param="top_logprobs")
         form = self._model.answer_format
         messages, tools = read_messages(body), read_tools(body, form)
-        tokens = await self._prompts.render(messages, tools, http, deadline_s=body.deadline_s)
+        reading = self._prompts.render(messages, tools, http, deadline_s=body.deadline_s)
+        tokens, body = await self._read(reading, body)
         request = make_request(
             body,
             tokens,
@@ -170,7 +175,8 @@ class Api:
         body = await read_body(http, CompletionBody)
         self._check(body)
         session_id = find_session(http.headers, body.prompt_cache_key)
-        prompts = await self._prompts.read(body.prompts, http, deadline_s=body.deadline_s)
+        reading = self._prompts.read(body.prompts, http, deadline_s=body.deadline_s)
+        prompts, body = await self._read(reading, body)
         work, answer = open_completion(body, prompts, self._service, session_id=session_id)
         return self._respond(
             http, work, answer, stream=body.stream, includes_usage=body.includes_usage
@@ -179,10 +185,17 @@ class Api:
     async def generate(self, http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
         session_id = find_session(http.headers)
-        deadline_s = body.params.deadline_s
-        (tokens,) = await self._prompts.read([body.prompt], http, deadline_s=deadline_s)
+        reading = self._prompts.read([body.prompt], http, deadline_s=body.params.deadline_s)
+        (tokens,), params = await self._read(reading, body.params)
+        body = body.model_copy(update={"params": params})
         work, answer = open_generation(body, tokens, self._service, session_id=session_id)
         return self._respond(http, work, answer, stream=body.stream)
+
+    async def _read(self, reading: Awaitable[Result], fields: Fields) -> tuple[Result, Fields]:
+        """Return what the prompt became, and the fields with what is left of the deadline."""
+        begun_s = time.monotonic()
+        found = await reading
+        return found, fields.after(time.monotonic() - begun_s)
 
     def _check(self, body: ChatBody | CompletionBody) -> None:
         """ApiError for another model, or options of a stream that is none."""

@@ -192,32 +192,36 @@ async def pieces(
     kept_ids: Collection[int] = (),
 ) -> AsyncIterator[TextDelta]:
     """Yield the text of the completions as it can be sent, and count into `usage`. It has those
-    special tokens that are in `kept_ids`. ApiError where the engine ends one without an answer.
-    With `prompt_only` the chosen tokens are left out."""
+    special tokens that are in `kept_ids`. ApiError where the engine ends one without an answer,
+    after a piece with what was chosen until then. With `prompt_only` the chosen tokens are left
+    out."""
     texts: dict[int, AnswerText] = {}
     async for chunk in _unless_lost(stream):
         usage.versions.update(chunk.versions.tolist())
         if prompt_only:
             chunk = _without_tokens(chunk)
         usage.completion_tokens += len(chunk.tokens)  # also of one that ends without an answer
-        if chunk.finish not in (None, "stop", "length"):
-            raise _end_error(chunk)
+        is_answer = chunk.finish in (None, "stop", "length")
         text = texts.get(chunk.index)
         if text is None:
             text = texts[chunk.index] = AnswerText(
                 tokenizer, request.sampling.stop, kept_ids=kept_ids
             )
-        yield TextDelta(
-            index=chunk.index,
-            text=text.push(chunk.tokens, chunk.finish),
-            tokens=chunk.tokens,
-            logprobs=chunk.raw_logprobs,
-            versions=chunk.versions,
-            top_ids=chunk.top_ids,
-            top_logprobs=chunk.top_logprobs,
-            finish=chunk.finish,
-            prompt_logprobs=chunk.prompt_logprobs,
-        )
+        new_text = text.push(chunk.tokens, chunk.finish)
+        if is_answer or new_text or len(chunk.tokens):
+            yield TextDelta(
+                index=chunk.index,
+                text=new_text,
+                tokens=chunk.tokens,
+                logprobs=chunk.raw_logprobs,
+                versions=chunk.versions,
+                top_ids=chunk.top_ids,
+                top_logprobs=chunk.top_logprobs,
+                finish=chunk.finish if is_answer else None,
+                prompt_logprobs=chunk.prompt_logprobs,
+            )
+        if not is_answer:
+            raise _end_error(chunk)
 
 
 def _without_tokens(chunk: TokenChunk) -> TokenChunk:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from typing import get_args
 
 import pytest
 
 from gyre.cli.begin import GUESSED_SHARE, make_files
+from gyre.rewards.config import RewardPart
 
 RL, PAIRS = ("grpo", "ppo"), ("dpo", "rm")
 KINDS = ("sft", *RL, *PAIRS)
@@ -35,6 +37,16 @@ def steps_of(response: str) -> list[tuple[int, str, int, int]]:
 def holds(step: tuple[int, str, int, int]) -> bool:
     a, sign, b, result = step
     return result == (a + b if sign == "+" else a - b)
+
+
+@pytest.mark.parametrize("kind", RL)
+def test_a_template_names_every_kind_of_reward(kind: str) -> None:
+    union, _ = get_args(RewardPart)
+    kinds = {part.model_fields["kind"].default for part in get_args(union)}
+    (line,) = re.findall(r'^kind = "function" # .*', make_files("demo", kind)["demo.toml"], re.M)
+    assert (
+        len(kinds) > 5 and {name for name in kinds if not re.search(rf"\b{name}\b", line)} == set()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -180,14 +180,32 @@ def test_a_run_folder_has_its_own_config_changes_and_tokenizer(folder: Path) -> 
     part = '{kind="length", soft_tokens=2, max_tokens=4}'
     (run / "overrides.json").write_text(json.dumps([f"rewards.parts=[{part}]"]))
     (run / "stage.txt").write_text("all")
-    write(folder, [{"completion": "a a a"}, {"completion": "a", "num_tokens": 4}])
+    write(
+        folder,
+        [
+            {"completion": "a a"},  # and the end token, which a run counts too
+            {"completion": "a a<|im_end|>"},
+            {"completion": "a a a", "finish": "length"},
+            {"completion": "a", "num_tokens": 4},
+            {"completion": "a", "tokens": [0, 0, 0, 1]},  # as samples.jsonl has them
+            {"completion": "a", "tokens": "of the task"},
+        ],
+    )
     refused = invoke(run, "c.jsonl", "--json")
     assert (
         refused.exit_code == 2
-        and "c.jsonl:1: a length part needs the number" in last(refused)["error"]["message"]
+        and "c.jsonl:1: part 'length' judges by the number" in last(refused)["error"]["message"]
     )
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.save(str(run / "tokenizer" / "tokenizer.json"))
     result = invoke(run, "c.jsonl", "--json")
-    assert [row["total"] for row in last(result)["rows"]] == [-0.5, -1.0]
+    totals = [row["total"] for row in last(result)["rows"]]
+    assert totals == [-0.5, -0.5, -0.5, -1.0, -1.0, 0.0]
+
+
+def test_a_part_that_needs_tokens_is_named_as_in_the_config(folder: Path) -> None:
+    part = "{kind='length', name='brevity', soft_tokens=2, max_tokens=4}"
+    refused = invoke("run.toml", "c.jsonl", "--json", "--set", f"rewards.parts=[{part}]")
+    assert refused.exit_code == 2
+    assert "part 'brevity' judges by the number of tokens" in last(refused)["error"]["message"]

@@ -319,9 +319,10 @@ def test_a_full_queue_refuses_and_a_closed_stream_aborts() -> None:
         twin = bench.engine.submit(ask(1)[0])
         assert "in flight already" in (await collect(twin))[0].reason
         assert "queue is full" in (await collect(streams[5]))[0].reason
+        resumed = bench.engine.submit(replace(ask(1)[0], request_id="resumed", resumed=True))
         await streams[0].aclose()
-        finishes = [(await collect(stream))[0].finish for stream in streams[1:5]]
-        assert finishes == ["length"] * 4
+        finishes = [(await collect(stream))[0].finish for stream in [*streams[1:5], resumed]]
+        assert finishes == ["length"] * 5
         assert (await bench.engine.stats()).refused == 2
         bench.check()
 

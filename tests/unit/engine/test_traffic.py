@@ -224,8 +224,8 @@ class Traffic(RuleBasedStateMachine):
             return
         self.state.check()
         assert self.runner.largest_step <= self.budget
-        waiting_and_running = self.state.num_waiting + self.state.rows.num_active
-        assert waiting_and_running == sum(map(len, self.open.values()))
+        unanswered = sum(map(len, self.state.requests.values()))
+        assert unanswered == sum(map(len, self.open.values()))
 
     def book(self, chunks) -> None:
         """Every chunk goes on where the last one ended; a finished completion is the one that was

@@ -143,6 +143,54 @@ def test_in_mid_stream_it_ends_with_an_error_event(name) -> None:
     assert not events
 
 
+def end_with(text: str, kind: Any) -> End:
+    """End with tokens that were in flight when the engine ended the request."""
+
+    def end(stream: TokenStream, name: str) -> None:
+        tokens = TOKENIZER.encode(text)
+        zeros = np.zeros(len(tokens), np.float32)
+        versions = np.zeros(len(tokens), np.int32)
+        stream.push(
+            TokenChunk(
+                request_id=name,
+                index=0,
+                tokens=tokens,
+                logprobs=zeros,
+                raw_logprobs=zeros,
+                versions=versions,
+                finish=kind,
+                reason="1 s have passed",
+            )
+        )
+
+    return end
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_what_came_with_the_end_is_sent_before_the_error_event(tokens) -> None:
+    engine = OneToken(end_with("ne an", "deadline"), tokens)
+    answer, _ = chat(engine, stream=True, stop="one and")
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert answer.status_code == 200 and rows[-1]["error"]["code"] == "deadline_exceeded"
+    deltas = [row["choices"][0]["delta"].get("content", "") for row in rows[:-1]]
+    assert "".join(deltas) == "o" * tokens + "ne an"
+    assert all(row["choices"][0]["finish_reason"] is None for row in rows[:-1])
+
+
+def test_a_beginning_of_a_stop_string_is_sent_when_nothing_follows() -> None:
+    answer, _ = chat(OneToken(finish("deadline"), 2), stream=True, stop="oops")
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert rows[-1]["error"]["code"] == "deadline_exceeded"
+    assert "".join(row["choices"][0]["delta"].get("content", "") for row in rows[:-1]) == "oo"
+
+
+@pytest.mark.parametrize("finished", ["deadline", "abort"])
+def test_an_answer_in_one_body_is_whole_or_an_error(finished) -> None:
+    answer, _ = chat(OneToken(end_with("ne", finished), 1))
+    assert answer.status_code == {"deadline": 504, "abort": 503}[finished]
+    assert "choices" not in answer.json()
+
+
 @pytest.mark.parametrize(("stream", "tokens"), [(False, 1), (True, 0), (True, 1)])
 def test_a_fault_of_ours_is_an_event_and_tells_the_client_nothing_of_it(stream, tokens) -> None:
     answer, events = chat(OneToken(fail(ValueError("a secret")), tokens), stream=stream)

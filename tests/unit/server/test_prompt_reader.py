@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+import api_cases
 from api_cases import CONTEXT, TOKENIZER, Api, api
 from gyre.core.errors import InputError
 from gyre.server import prompt_reader
@@ -146,6 +148,34 @@ def test_a_requests_own_deadline_counts_while_it_is_read(monkeypatch) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert [kind for kind, _ in on.events] == ["serve.prompt_late"] and not on.engine.asked
         held.released.set()
+
+    play(work)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+@pytest.mark.parametrize("deadline_s", [30.0, None])
+def test_the_engine_has_what_the_reading_left_of_the_deadline(
+    path, deadline_s, monkeypatch
+) -> None:
+    def slow(*args: Any) -> np.ndarray:
+        time.sleep(0.2)
+        return TOKENIZER.encode("ab")
+
+    monkeypatch.setattr(prompt_reader, "read_prompt", slow)
+    monkeypatch.setattr(api_cases, "render", slow)
+    body: dict[str, Any] = {"model": "m", "prompt": "ab", "deadline_s": deadline_s}
+    if path == "/v1/chat/completions":
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    if path == "/generate":
+        body = {"prompt": "ab", "params": {"deadline_s": deadline_s}}
+
+    async def work(on: Api) -> None:
+        assert (await on.post(path, **body)).status_code == 200
+        (asked,) = on.engine.asked
+        if deadline_s is None:
+            assert asked.deadline_s is None
+        else:
+            assert 0.0 < asked.deadline_s <= deadline_s - 0.2
 
     play(work)
 

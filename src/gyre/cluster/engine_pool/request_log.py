@@ -63,9 +63,10 @@ class RequestLog:
             return [join_chunks(chunks)] if self._whole else [chunk]
         return [] if self._whole else [chunk]
 
-    def for_engine(self, *, waited_s: float = 0.0) -> Request:
+    def for_engine(self, *, waited_s: float = 0.0, resumed: bool = False) -> Request:
         """Return the request as an engine gets it now: what has come so far is where its
-        completions begin. `waited_s` is what has passed of its deadline."""
+        completions begin. `waited_s` is what has passed of its deadline. `resumed`: an engine had
+        it, and is lost."""
         deadline_s = self.request.deadline_s
         return replace(
             self.request,
@@ -74,6 +75,7 @@ class RequestLog:
                 self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen.get(i)
             ),
             deadline_s=None if deadline_s is None else max(0.0, deadline_s - waited_s),
+            resumed=resumed or self.request.resumed,
         )
 
     def tokens_of(self, index: int) -> list[np.ndarray]:

@@ -2,8 +2,8 @@
 Out: streams; requests sent to the engine that the balancer chooses, again from what has come when
 it is lost.
 
-A request that was asked to end is never sent again: when its engine is lost before it said
-so, it ends here.
+A request that was asked to end is never sent again, nor is one past its deadline: when its engine
+is lost before it said so, it ends here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Live:
     placed: PlacedRequest | None = None  # what it counts for at its engine
     ending: tuple[Finish, str] | None = None  # how and why it was asked to end
     timer: asyncio.TimerHandle | None = None  # at its deadline
+    is_late: bool = False  # its deadline has passed
+    is_resumed: bool = False  # an engine that is lost had it
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # all completions are answered
 
     @property
@@ -149,7 +151,10 @@ class RequestRouter:
             return
         up = {member.name: member for member in engines}
         now_s = asyncio.get_running_loop().time()
-        requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
+        requests = [
+            live.book.for_engine(waited_s=now_s - live.submitted_s, resumed=live.is_resumed)
+            for live in waiting
+        ]
         # with one engine there is nothing to choose, and thousands of requests need no sum
         is_asked = len(up) > 1 and not self.balancer.estimates
         outstanding = self.outstanding_tokens(up) if is_asked else dict.fromkeys(up, 0)
@@ -190,7 +195,8 @@ class RequestRouter:
 
     def take_back(self, member: EngineReplica) -> list[Live]:
         """Take the requests of an engine that is lost. Those that are not answered wholly and not
-        asked to end are routed again from what has come of them; they are returned."""
+        asked to end are routed again from what has come of them; they are returned. Those past
+        their deadline end now: no other engine would have time for them."""
         again = []
         for live in [live for live in self._live.values() if live.member is member]:
             live.member = None
@@ -199,6 +205,10 @@ class RequestRouter:
             if live.ending is not None or not live.book.open:
                 self.end(live, *(live.ending or ("abort", "")))
                 continue
+            if live.is_late:
+                self._end_late(live, "its engine was lost")
+                continue
+            live.is_resumed = True
             again.append(live)
             self._incoming.append(live)
         return again
@@ -254,15 +264,15 @@ class RequestRouter:
             await self.until_gone(self.all(), end_s - asyncio.get_running_loop().time())
 
     def _expire(self, live: Live) -> None:
-        """End a request whose deadline has come, if no engine has it: an engine knows by itself."""
-        live.timer = None
+        """End a request whose deadline has come, if no engine has it. An engine knows by itself,
+        unless it stands still: then the request ends once that engine is lost."""
+        live.timer, live.is_late = None, True
         if live.member is None:
-            self._emit("engine.deadline", request_id=live.request_id)
-            self.end(
-                live,
-                "deadline",
-                f"past its deadline of {live.book.request.deadline_s:g} s: no engine took it",
-            )
+            self._end_late(live, "no engine took it")
+
+    def _end_late(self, live: Live, why: str) -> None:
+        self._emit("engine.deadline", request_id=live.request_id)
+        self.end(live, "deadline", f"the request's deadline passed: {why}")
 
     def outstanding_tokens(self, up: Mapping[str, EngineReplica]) -> dict[str, int]:
         """Return the tokens that each engine has still to compute at most."""

@@ -51,7 +51,10 @@ def given_tokens(request: Request) -> int:
 
 def find_overload(request: Request, load: Load, most: Load) -> str | None:
     """Return why the engine has no capacity for the request now, or None. Counts unanswered
-    requests, running or not, so the answer does not depend on timing."""
+    requests, running or not, so the answer does not depend on timing. A request that a lost
+    engine had admitted is admitted here too."""
+    if request.resumed:
+        return None
     if load.completions + request.sampling.n > most.completions:
         return (
             f"the queue is full: {load.completions} completions are unanswered, this request asks "

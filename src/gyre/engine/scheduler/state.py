@@ -72,12 +72,6 @@ class SchedulerState:
 
     # -- questions
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(1 + len(sequence.followers) for sequence in self.queue) + sum(
-            len(self.rows.sequence_at(row).followers) for row in self.prefilling
-        )
-
     def decoding_rows(self) -> np.ndarray:
         """Rows that can choose another token. Those whose last one is in flight only wait for
         it."""

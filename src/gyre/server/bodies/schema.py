@@ -9,7 +9,7 @@ name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from starlette.responses import JSONResponse
@@ -77,6 +77,12 @@ class SamplingFields(StrictBody):
     def stops(self) -> tuple[str, ...]:
         """Return the stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def after(self, seconds: float) -> Self:
+        """Return the fields with what is left of the deadline after so many seconds, at least 0."""
+        if self.deadline_s is None:
+            return self
+        return self.model_copy(update={"deadline_s": max(0.0, self.deadline_s - seconds)})
 
 
 class _Generation(SamplingFields):

@@ -57,7 +57,8 @@ def find_refusal(
             f"temperature = {sampling.temperature:g}: {abilities.engine} takes 0, or {COLDEST:g} "
             f"to {HOTTEST:g}"
         )
-    if not 1 <= sampling.n <= limits.most_completions - unanswered:
+    taken = 0 if request.resumed else unanswered  # a lost engine had admitted it
+    if not 1 <= sampling.n <= limits.most_completions - taken:
         return (
             f"n = {sampling.n}: {unanswered} completions are unanswered and "
             f"{limits.most_completions} (engine.max_running + engine.max_queued) fit"

@@ -337,6 +337,50 @@ def test_a_deadline_passes_while_no_engine_is_there() -> None:
     go(work, (A,))
 
 
+def test_a_deadline_that_an_engine_slept_through_ends_the_request_with_that_engine() -> None:
+    """No other engine is up then, so nobody else would ever look at its deadline."""
+
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        bench.hold("engine.start")
+        late, other = bench.read(ask("late", deadline_s=0.02)), bench.read(ask("other"))
+        engine = bench.sim.newest(A)
+        await bench.until(lambda: len(engine.running) == 2)
+        await step(bench, engine, 3)
+        await asyncio.sleep(0.05)
+        assert not late.done(), "an engine that goes on would answer by itself"
+        engine.die()
+        found = await asyncio.wait_for(late, 10)
+        assert finishes(found) == ["deadline"] and len(tokens_of(found[0])) == 3
+        requeued = [fields for kind, fields in bench.events if kind == "retry.request_requeued"]
+        assert [one["request_id"] for one in requeued] == ["other"]
+        assert bench.count("engine.deadline") == 1
+        bench.release("engine.start")
+        await finish(bench, [other])
+
+    go(work, (A,))
+
+
+def test_only_what_a_lost_engine_had_is_marked_so() -> None:
+    """Another engine takes it though its queue is full."""
+
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        tasks = [bench.read(ask("a" * (i + 1))) for i in range(4)]
+        a, b = bench.sim.newest(A), bench.sim.newest(B)
+        await bench.until(lambda: len(a.running) == len(b.running) == 2)
+        assert not any(one.resumed for one, _ in [*a.running.values(), *b.running.values()])
+        moved = set(a.running)
+        bench.hold("engine.start")
+        a.die()
+        await bench.until(lambda: len(b.running) == 4)
+        assert {name for name, (one, _) in b.running.items() if one.resumed} == moved
+        bench.release("engine.start")
+        await finish(bench, tasks)
+
+    go(work)
+
+
 def test_an_engine_that_ends_requests_by_itself_is_lost_and_they_go_on() -> None:
     """Its cycle broke: it would refuse, or end, everything that it is given, and have the least to
     do."""

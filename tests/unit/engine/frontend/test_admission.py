@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from gyre.core.records import Partial, Request, Sampling, Support
 from gyre.engine.config import EngineConfig, plan_num_pages
-from gyre.engine.frontend.admission import RequestLimits, find_refusal
+from gyre.engine.frontend.admission import Load, RequestLimits, find_overload, find_refusal
 
 LIMITS = RequestLimits(vocab_size=50, context_tokens=64, cache_tokens=48, can_decode=False)
 GOOD = Request(
@@ -233,6 +233,14 @@ def test_refused_with_a_reason(case: str) -> None:
 )
 def test_what_fits_is_admitted(request_: Request) -> None:
     assert find_refusal(request_, LIMITS) is None
+
+
+@pytest.mark.parametrize("load", [Load(completions=9, tokens=0), Load(completions=0, tokens=91)])
+def test_a_full_queue_takes_what_a_lost_engine_had(load: Load) -> None:
+    most = Load(completions=10, tokens=100)
+    reason = find_overload(GOOD, load, most)
+    assert reason is not None and "the queue is full" in reason
+    assert find_overload(replace(GOOD, resumed=True), load, most) is None
 
 
 def test_pages_come_from_the_first_setting_given() -> None:

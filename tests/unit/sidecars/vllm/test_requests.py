@@ -169,3 +169,6 @@ def test_a_request_that_fits_is_taken() -> None:
     request = ask(sampling=Sampling(max_tokens=36, n=6))
     assert find_refusal(request, LIMITS, ABILITIES, unanswered=2) is None
     assert find_refusal(replace(request, deadline_s=1.0), LIMITS, ABILITIES, unanswered=2) is None
+    assert find_refusal(request, LIMITS, ABILITIES, unanswered=3) is not None
+    resumed = replace(request, resumed=True)
+    assert find_refusal(resumed, LIMITS, ABILITIES, unanswered=3) is None
