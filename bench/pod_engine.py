@@ -1,7 +1,10 @@
 """An engine of a pod in a process of its own: tensors on a device, filled from registered shared
-memory, or by checkpoint-engine. In: commands over a pipe. Out: what each took. Callers:
-bench/pod_handover.py, which starts one on each GPU; bench/tensor_engine.py, which is another kind.
+memory, by staging buckets of the publishers' devices, or by checkpoint-engine. In: commands over a
+pipe. Out: what each took. Callers: bench/pod_handover.py, which starts one on each GPU;
+bench/tensor_engine.py, which is another kind.
 """
+
+# N bytes
 
 from __future__ import annotations
 
@@ -27,9 +30,12 @@ from torch import Tensor
 
 from gyre.cluster.worker.frames import decode
 from gyre.kernels.checksum import checksum as sum_of
+from gyre.weights.read_plan import ReadPlan
 from gyre.weights.registered import ReadOver
-from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.opened import PartOpener, Reading
+from gyre.weights.transports.addresses import CUDA_IPC, SHM, host_id
+from gyre.weights.transports.device.cuda_ipc import open_cuda
+from gyre.weights.transports.opened import OpenPart, PartOpener, Reading
+from host_staging import HostStaging
 from peers.checkpoint_engine_gpu import receive_from_peer
 from ranks import DIE_WITH_PARENT
 
@@ -83,9 +89,19 @@ class Engine:
             name: torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
             for name, shape in given["shapes"].items()
         }
+        self._told: list[tuple[str, dict[str, Any]]] = []  # events of the last version
+        self._is_staged = self._task.get("through") == CUDA_IPC
         place = Path(self._task["folder"])
         self._opener = PartOpener(
-            Reading(host_id=host_id(place), folder=place, pin=self._task["pin"])
+            Reading(
+                host_id=host_id(place),
+                folder=place,
+                preference=(CUDA_IPC, SHM) if self._is_staged else (SHM,),
+                pin=self._task["pin"] and not self._is_staged,
+                device=self._device,
+                open_staging=open_cuda if self._is_cuda else HostStaging,
+            ),
+            emit=self._emit,
         )
 
     def ready(self) -> bool:
@@ -96,36 +112,51 @@ class Engine:
             tensor.zero_()
 
     def read(self, frame: bytes) -> dict[str, Any]:
-        """Take a registered version."""
-        offer, told, times = decode(frame), {}, {}
+        """Take a registered version, by the way that is measured and by no other."""
+        offer, times = decode(frame), {}
+        self._told.clear()
         swap = self._timed(
             times,
             "prepare",
-            lambda: ReadOver(
-                offer,
-                self._own,
-                parts=self._opener,
-                emit=lambda kind, **fields: told.update(fields),
-            ),
+            lambda: ReadOver(offer, self._own, parts=self._opener, emit=self._emit),
         )
         self._timed(times, "swap", swap.run)
         self._timed(times, "settle", swap.settle)
         self._last = offer
-        return {**times, "undo_from": told["undo_from"]}
+        (kind, read), *others = self._told
+        assert kind == "weights.read" and not others, self._told
+        return {**times, "undo_from": read["undo_from"], "transport": read["transport"]}
 
     @torch.no_grad()
     def copy_parts(self) -> None:
         """Copy the last version's parts again, neither kept nor verified."""
         with self._opener.open_parts(self._last) as parts:
-            for part in parts:
-                for one in part.placed:
-                    flat_N = self._own[one.entry.name].view(-1)
-                    home_N = flat_N[one.segment.start : one.segment.stop].view(torch.uint8)
-                    bytes_N = part.reader.view(one.start, one.stop)
-                    assert bytes_N is not None, "parts are in shared memory"
-                    home_N.copy_(bytes_N, non_blocking=True)
+            if self._is_staged:
+                self._copy_staged(parts)
+            else:
+                self._copy_mapped(parts)
             if self._is_cuda:
                 torch.cuda.synchronize()
+
+    def _copy_mapped(self, parts: tuple[OpenPart, ...]) -> None:
+        for part in parts:
+            for one in part.placed:
+                flat_N = self._own[one.entry.name].view(-1)
+                home_N = flat_N[one.segment.start : one.segment.stop].view(torch.uint8)
+                bytes_N = part.reader.view(one.start, one.stop)
+                assert bytes_N is not None, "parts are in shared memory"
+                home_N.copy_(bytes_N, non_blocking=True)
+
+    def _copy_staged(self, parts: tuple[OpenPart, ...]) -> None:
+        """Copy each bucket as it comes, to one place: the tensors keep what they have."""
+        plan = self._opener.plan
+        assert isinstance(plan, ReadPlan), "no version was read before"
+        longest = max(bucket.read.size_bytes for bucket in plan.buckets)
+        room_N = torch.empty(longest, dtype=torch.uint8, device=self._device)
+        for bucket in plan.buckets:
+            reader = parts[bucket.read.owner].reader
+            bytes_N = reader.lend(bucket.read.stretches, next_stretches=bucket.following)
+            room_N[: len(bytes_N)].copy_(bytes_N, non_blocking=True)
 
     def update(self, path: str) -> None:
         """Take what checkpoint-engine sends."""
@@ -155,6 +186,9 @@ class Engine:
     def _plain(self, size_bytes: int) -> tuple[Tensor, Tensor]:
         plain = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
         return plain.fill_(1), torch.empty_like(plain, device=self._device)
+
+    def _emit(self, kind: str, /, **fields: Any) -> None:
+        self._told.append((kind, fields))
 
     def _timed(self, times: dict[str, float], name: str, work: Callable[[], Any]) -> Any:
         began_s = time.perf_counter()

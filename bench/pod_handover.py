@@ -2,6 +2,8 @@
 their own on the same GPUs. In: a shape; with --peer-site a folder that has checkpoint-engine. Out:
 seconds from registered host memory to verified bytes in both engines, of ours and of that peer.
 Run: python bench/pod_handover.py --peer-site FOLDER --record   (33 GB of /dev/shm, 25 GB pinned)
+     python bench/pod_handover.py --peer-site FOLDER --through cuda-ipc --record
+     python bench/pod_handover.py --device cpu --shape tiny --through cuda-ipc   (that it runs)
 
 Both sides begin with weights registered in host memory: ours by `publish_part`, each rank its own
 shards; the peer's by `register_checkpoint`, each rank half of the whole tensors. What comes before,
@@ -10,13 +12,20 @@ when every engine has verified its bytes. The peer has no checksums: one pass of
 engine's tensors is added. It uses its broadcast, on the trainer's process group, with whichever of
 its bucket sizes is fastest. In the end both engines must have the same bytes from both.
 
+By default (`--through shm`) each engine reads all slots over its own GPU's link. With `--through
+cuda-ipc` each rank serves its slot through staging buckets on its GPU, which both engines copy out,
+so that each link carries half. The ranks' tensors are withdrawn and changed before the read begins:
+what arrives is what host memory has. Engines lock no pages then.
+
 The limit: half of the bytes over each GPU's PCIe link, at the rate of a page-locked copy that both
 GPUs make at once. The other half can come from the neighbor by NVLink.
 
 Prediction, before the first run on GPUs: 0.33 s, as an engine takes 0.30 s for all bytes over its
 link, and keeps and verifies beside that. The peer 0.6 s: 0.15 s over the links, 0.05 s of
 broadcasts, 0.03 s of copies, and as much again for its buffers, messages and collections of
-garbage, which alone take 0.3 s on a CPU.
+garbage, which alone take 0.3 s on a CPU. Through staging buckets, before their first run: 0.15 s
+over the links, 0.02 s to open and to free the buckets, 0.02 s for room to keep the last version and
+for the last sums: 0.19 to 0.22 s.
 """
 
 from __future__ import annotations
@@ -28,7 +37,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +53,12 @@ from gyre.distributed.process_group import RankGroup
 from gyre.weights.gather import ShardSource, homes_of
 from gyre.weights.manifest import shard_entries
 from gyre.weights.shards import row_layout
+from gyre.weights.transports.addresses import CUDA_IPC, SHM, host_id
+from gyre.weights.transports.device.cuda_ipc import CudaStaging
+from gyre.weights.transports.device.live_server import LiveServer, live_name
 from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SLOTS, SharedMemoryStore
+from host_staging import HostStaging
 from peers.checkpoint_engine_gpu import BUCKETS_GIB, PeerServer, bucket_size, find_peer
 from pod_engine import EngineProcess
 from ranks import Tell, call_and_read, keep_in, settle, timed
@@ -59,6 +73,7 @@ LOOK_S = 0.002  # between two looks at a device's memory
 class Task:
     shape: str
     layers: int
+    through: str  # the way from the slots to the engines
     folder: str  # of the slots
     peer_site: str  # "": where packages are
     found: str  # a file: what was measured so far, if a part hangs
@@ -81,6 +96,7 @@ def main() -> None:
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     options.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
+    options.add_argument("--through", choices=(SHM, CUDA_IPC), default=SHM)
     options.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
     options.add_argument("--peer-site", default="", help="folder with checkpoint-engine")
     options.add_argument("--wall-s", type=float, default=220.0, help="longest that all may take")
@@ -91,6 +107,7 @@ def main() -> None:
         task = Task(
             shape=args.shape,
             layers=args.layers,
+            through=args.through,
             folder=folder,
             peer_site=args.peer_site,
             found=f"{folder}/found.json",
@@ -118,9 +135,10 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
         moved = ours["link_bytes"] / link["bytes_per_s"]
         found["share_of_link"] = round(moved / ours["seconds"], 4)
         found["share_of_link_copying"] = round(moved / ours["parts_s"]["copy"], 4)
+    staged = "_staged" if args.through == CUDA_IPC else ""
     say(
         args,
-        name=f"pod_handover_{args.gpus}x_{args.shape.replace('.', '_')}_{args.device}",
+        name=f"pod_handover_{args.gpus}x_{args.shape.replace('.', '_')}_{args.device}{staged}",
         unit="s from registered to verified",
         ours=ours["seconds"],
         peer=beside,
@@ -131,6 +149,7 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
             "layers": args.layers or SHAPES[args.shape].num_layers,
             "zero": 3,
             "dtype": "bfloat16",
+            "through": args.through,
             "device": args.device,
             "runs": RUNS,
         },
@@ -179,48 +198,21 @@ def next_version(shards: ShardSource, version: int) -> None:
 def measure_ours(
     group: RankGroup, shards: ShardSource, engine: EngineProcess, task: Task
 ) -> dict[str, Any]:
-    entries = shard_entries(shards.layout, shards.dtype)
-    store = SharedMemoryStore(
-        run_id="bench",
-        owner=group.rank,
-        emit=lambda kind, **fields: None,
-        folder=Path(task.folder),
-        pin=task.pin,
-    )
-    total_s, register_s, parts_s, part_bytes = [], [], [], 0
-
-    def hand_over(version: int) -> dict[str, Any]:
-        nonlocal part_bytes
-        next_version(shards, version)
-        manifest = Manifest(version=version, entries=entries, shared=False, epoch=0)
-        offer = Offer(manifest=manifest, source=LocalShards(shards=shards))
-        made = []
-
-        def register() -> None:
-            made.append(publish_part(offer, rank=group.rank, num_ranks=group.size, store=store))
-
-        register_s.append(timed(group, register))
-        part_bytes = made[0].part.size_bytes
-        frames = group.share(base64.b64encode(encode(made[0])).decode())
-        joined = join_parts(version, 0, [decode(base64.b64decode(frame)) for frame in frames])
-        frame, told = encode(joined), []
-        total_s.append(timed(group, lambda: told.append(engine.ask("read", frame))))
-        return told[0]
-
-    try:
+    with ExitStack() as stack:
+        ours = OurHandOver(group, shards, engine, task, stack)
         engine.ask("clear")
-        for version in range(WARM_UP + RUNS):
-            parts_s.append(hand_over(version))
+        parts_s = [ours.run(version) for version in range(WARM_UP + RUNS)]
         for told in parts_s[WARM_UP:]:
             told["copy"] = timed(group, lambda: engine.ask("copy_parts"))
         summed = group.share(engine.ask("sum"))
         assert len({one["bytes"] for one in summed}) == 1, "engines have different bytes"
-        watched = watch(group.device, lambda: hand_over(WARM_UP + RUNS))
-    finally:
-        store.close()
-    total_s, register_s = total_s[: WARM_UP + RUNS], register_s[: WARM_UP + RUNS]
+        total_s, register_s = list(ours.total_s), list(ours.register_s)
+        watched = watch(group.device, lambda: ours.run(WARM_UP + RUNS))
+        events = group.share(ours.events)
+    size_bytes = sum(entry.size_bytes for entry in ours.entries)
     return {
         "seconds": statistics.median(total_s[WARM_UP:]),
+        "first_version_s": round(register_s[0] + total_s[0], 4),
         "runs_s": rounded(total_s),
         "register_s": rounded(register_s),
         "parts_s": {
@@ -228,12 +220,92 @@ def measure_ours(
             for name in ("prepare", "swap", "settle", "copy")
         },
         "undo_from": parts_s[-1]["undo_from"],
-        "size_bytes": sum(entry.size_bytes for entry in entries),
-        "link_bytes": sum(entry.size_bytes for entry in entries),  # each engine reads all of them
-        "host_bytes": SLOTS * part_bytes * group.size,
+        "transport": parts_s[-1]["transport"],
+        "events": events,
+        "size_bytes": size_bytes,
+        # of each GPU; by shared memory each engine reads all
+        "link_bytes": size_bytes // (group.size if task.through == CUDA_IPC else 1),
+        "host_bytes": SLOTS * ours.part_bytes * group.size,
         "extra_device_bytes": max(group.share(watched)),
         "bytes": summed[0]["bytes"],
     }
+
+
+class OurHandOver:
+    """Version after version, from this rank's slot and the others' to its engine."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        shards: ShardSource,
+        engine: EngineProcess,
+        task: Task,
+        stack: ExitStack,
+    ) -> None:
+        self._group, self._shards, self._engine = group, shards, engine
+        self.entries = shard_entries(shards.layout, shards.dtype)
+        self.total_s, self.register_s = list[float](), list[float]()
+        self.events: list[str] = []  # that the report of a run would count
+        self.part_bytes = 0
+        emit = lambda kind, **fields: self.events.append(kind)  # noqa: E731
+        folder = Path(task.folder)
+        self._store = SharedMemoryStore(
+            run_id="bench", owner=group.rank, emit=emit, folder=folder, pin=task.pin
+        )
+        stack.enter_context(closing(self._store))
+        self._live: LiveServer | None = None
+        if task.through == CUDA_IPC:
+            self._live = LiveServer(
+                name=live_name("bench", group.rank),
+                host=host_id(folder),
+                device=group.device,
+                emit=emit,
+                schemes=(CUDA_IPC,),
+                make_staging=CudaStaging if group.device.type == "cuda" else HostStaging,
+                writes_behind=False,
+            )
+            stack.enter_context(closing(self._live))
+
+    def run(self, version: int) -> dict[str, Any]:
+        """Register a version, and let every engine take it. Returns what this one said."""
+        group, told = self._group, []
+        next_version(self._shards, version)
+        offer = self._register(version)
+        with self._trained():
+            frame = encode(offer)
+            ask = lambda: told.append(self._engine.ask("read", frame))  # noqa: E731
+            self.total_s.append(timed(group, ask))
+        return told[0]
+
+    def _register(self, version: int) -> Offer:
+        group, made = self._group, []
+        manifest = Manifest(version=version, entries=self.entries, shared=False, epoch=0)
+        offer = Offer(manifest=manifest, source=LocalShards(shards=self._shards))
+        given = {"rank": group.rank, "num_ranks": group.size}
+        register = lambda: made.append(  # noqa: E731
+            publish_part(offer, store=self._store, live=self._live, **given)
+        )
+        self.register_s.append(timed(group, register))
+        self.part_bytes = made[0].part.size_bytes
+        frames = group.share(base64.b64encode(encode(made[0])).decode())
+        return join_parts(version, 0, [decode(base64.b64decode(frame)) for frame in frames])
+
+    @contextmanager
+    def _trained(self) -> Iterator[None]:
+        """Have other numbers in the tensors meanwhile, as after the next step: whoever read them
+        would find wrong sums. So what is read is in host memory."""
+        if self._live is None:
+            yield
+            return
+        self._live.withdraw()
+        negate(self._shards)
+        yield
+        negate(self._shards)
+
+
+def negate(shards: ShardSource) -> None:
+    for held_N in shards.values():
+        held_N.neg_()
 
 
 def measure_link(group: RankGroup, engine: EngineProcess) -> dict[str, Any]:

@@ -37,7 +37,8 @@ from part_cases import (
 
 Publish = Callable[..., Offer]
 CPU = torch.device("cpu")
-TRANSPORTS = [SHM, TCP, GLOO, CUDA_IPC]
+FROM_SLOTS = "cuda-ipc, tensors withdrawn"
+TRANSPORTS = [SHM, TCP, GLOO, CUDA_IPC, FROM_SLOTS]
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def scheme(request) -> str:
 
 def reading_by(scheme: str, folder: Path, *, slot_behind: bool = False) -> Reading:
     """By that scheme alone; what is of the newest version alone may have the slot behind it."""
+    scheme = CUDA_IPC if scheme == FROM_SLOTS else scheme
     behind = (SHM,) if slot_behind and scheme in LIVE_SCHEMES else ()
     return Reading(
         host_id=host_id(folder),
@@ -69,13 +71,25 @@ def reading_by(scheme: str, folder: Path, *, slot_behind: bool = False) -> Readi
 def publishers(scheme: str, folder: Path, num_ranks: int) -> Iterator[Publish]:
     """Ranks that register, and servers beside them."""
     server = PartServer(run_id=RUN, token=TOKEN, emit=silent, host="127.0.0.1", folder=folder)
-    schemes = [scheme] if scheme in LIVE_SCHEMES else []
+    schemes = {CUDA_IPC} if scheme == FROM_SLOTS else {scheme} & set(LIVE_SCHEMES)
     try:
         with (
             stores_of(folder, num_ranks, served_at=(server.place,)) as stores,
             live_servers(folder, num_ranks if schemes else 0, *schemes) as lives,
         ):
-            yield lambda whole, **settings: register(stores, whole, lives=lives, **settings)
+
+            def publish(whole: dict[str, torch.Tensor], **settings) -> Offer:
+                if scheme != FROM_SLOTS:
+                    return register(stores, whole, lives=lives, **settings)
+                trained = {name: tensor.clone() for name, tensor in whole.items()}
+                offer = register(stores, trained, lives=lives, **settings)
+                for live in lives:
+                    live.withdraw()
+                for tensor in trained.values():  # the next step
+                    tensor.zero_()
+                return offer
+
+            yield publish
     finally:
         server.close()
 

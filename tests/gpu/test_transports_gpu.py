@@ -23,7 +23,9 @@ from gyre.distributed.environment import child_environment
 from gyre.memory.pools.cuda_vmm import find_driver, virtual_zeros
 from gyre.weights.manifest import checksum
 from gyre.weights.transports.addresses import CUDA_IPC, NCCL, SHM
+from gyre.weights.transports.device import reader_ring
 from gyre.weights.transports.device.cuda_ipc import CudaStaging
+from gyre.weights.transports.device.slot_part import SlotPart
 from part_cases import live_servers, register, shared_folder, stores_of, whole_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -146,6 +148,74 @@ def test_versions_go_from_device_to_device(scheme, gpu, sharded):
             assert [live.broadcaster.generation for live in lives] == [3, 3]
 
 
+@pytest.fixture
+def slot_fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each bucket that a slot has filled. Readers wait for each other as long as need be."""
+    monkeypatch.setattr(reader_ring, "LAG_S", DEADLINE_S)
+    found, plain = [], SlotPart.begin
+
+    def begin(self, stretches, out_N):
+        found.append(len(stretches))
+        return plain(self, stretches, out_N)
+
+    monkeypatch.setattr(SlotPart, "begin", begin)
+    return found
+
+
+BOTH = [pytest.param([0, 0], id="of one GPU"), pytest.param([0, 1], id="of two", marks=TWO_GPUS)]
+
+
+def take_from_slots(lives, both: list[Engine], offer: Offer, whole: dict[str, Tensor]):
+    """Have the tensors changed, as by the next step, and the version read by both at once."""
+    for live in lives:
+        live.withdraw()
+    for tensor in whole.values():
+        tensor.zero_()
+    for engine in both:
+        engine.begin(offer)
+    for engine in both:
+        engine.tell({})
+    return [engine.answer() for engine in both]
+
+
+@pytest.mark.parametrize("gpus", BOTH)
+def test_engines_share_what_is_filled_from_a_slot(gpus, slot_fills):
+    with (
+        publisher(CUDA_IPC, 2, bucket_bytes=256) as (folder, stores, lives),
+        engines(folder, gpus, CUDA_IPC) as both,
+    ):
+        for version in range(1, 4):
+            whole = on_gpu(whole_tensors(version))
+            expected = sums_of(whole)
+            offer = register(stores, whole, version=version, lives=lives)
+            slot_fills.clear()
+            for told in take_from_slots(lives, both, offer, whole):
+                assert told["sums"] == expected and kinds(told) == ["weights.read"]
+            assert len(slot_fills) == sum(-(-one.size_bytes // 256) for one in offer.source.parts)
+
+
+@pytest.mark.parametrize("gpus", BOTH)
+def test_rate_of_one_large_tensor_from_a_slot(gpus, slot_fills, capsys):
+    """512 MiB over one link, to two engines."""
+    rates = []
+    with (
+        publisher(CUDA_IPC, bucket_bytes=32 * MIB) as (folder, stores, lives),
+        engines(folder, gpus, CUDA_IPC) as both,
+    ):
+        for version in range(1, 5):
+            row = torch.randn(1024, device="cuda:0").to(torch.bfloat16) * version
+            whole = {"big": row.repeat(BIG_NUMBERS // 1024, 1)}
+            size_bytes, expected = whole["big"].nbytes, sums_of(whole)
+            offer = register(stores, whole, version=version, lives=lives)
+            found = take_from_slots(lives, both, offer, whole)
+            assert [told["sums"] for told in found] == [expected] * 2
+            seconds = max(told["seconds"] for told in found)
+            rates.append(round(size_bytes / seconds / 1e9, 1))
+    assert len(slot_fills) == 4 * size_bytes // (32 * MIB)
+    with capsys.disabled():
+        print(f"\na slot to engines of GPUs {gpus}: a swap with undo copy and check, GB/s: {rates}")
+
+
 @TWO_GPUS
 def test_a_group_of_nccl_is_kept():
     with (
@@ -210,7 +280,7 @@ def test_staging_buckets_are_given_back():
     """After 20 versions the device has as much free as after the second."""
     free = []
     with (
-        publisher(CUDA_IPC, bucket_bytes=32 * MIB) as (folder, stores, lives),
+        publisher(CUDA_IPC, bucket_bytes=16 * MIB) as (folder, stores, lives),
         engines(folder, [0], CUDA_IPC) as (engine,),
     ):
         for version in range(1, 21):

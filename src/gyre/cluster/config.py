@@ -31,10 +31,11 @@ class ClusterConfig(Section):
     device of one trainer rank. false: each has a device of its own."""
     weight_transport: Literal["shm", "cuda-ipc", "nccl"] = "shm"
     """pod: how weights get from the ranks to the engines. shm: through shared memory. The others go
-    from device to device. cuda-ipc: each engine reads staging buckets of each rank's GPU; for
-    shared devices and for others of the host that are peers. nccl: each rank broadcasts to all
-    engines (over gloo on a CPU); on GPUs it needs colocated = false. Every version is in shared
-    memory too, for an engine that comes late, and for one that loses its way to a device."""
+    from device to device. cuda-ipc: each engine reads staging buckets of each rank's GPU, which are
+    filled from shared memory once the rank's weights have left; for shared devices and for others
+    of the host that are peers. nccl: each rank broadcasts to all engines (over gloo on a CPU); on
+    GPUs it needs colocated = false. Every version is in shared memory too, for an engine that comes
+    late, and for one that loses its way to a device."""
     weight_dtype: Literal["same", "fp8"] = "same"
     """pod: the number format in which a version goes to the engines. same: theirs. fp8: quantized
     as it is registered; not there yet, and refused."""

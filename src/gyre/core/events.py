@@ -443,10 +443,16 @@ EVENTS = {
         counted=True,
     ),
     "weights.slot_used": EventKind(
-        "A part was read from its slot, and not from its publisher's device.",
+        "A reader read a part from its slot, and not by way of its publisher's device.",
         "version address reason",
         counted=True,
         own={"address": Field("str", "", "address on the device")},
+    ),
+    "weights.readers_apart": EventKind(
+        "Two readers of a version did not keep pace, and stopped waiting for each other: what both "
+        "want is filled twice from there.",
+        "version",
+        counted=True,
     ),
     "weights.leftovers_removed": EventKind(
         "Parts of versions in shared memory whose owners had died were removed.",

@@ -185,7 +185,9 @@ OWNED = {
     ("weights/transports/tcp_reader.py", "close"): "the threads' requests, each with a deadline",
     ("weights/transports/tcp_server.py", "_next"): "the reader's next request, or its end",
     # a unix socket between a publisher and the readers of its device
-    ("weights/transports/device/live_server.py", "_receive"): "the reader's request, or its end",
+    ("weights/transports/device/reader_connection.py", "_receive"): "the reader, or its end",
+    ("weights/transports/device/reader_connection.py", "_serve"): "the device, which fills buckets",
+    ("weights/transports/device/part_source.py", "finish"): "the device, which fills a bucket",
     ("weights/transports/device/control.py", "answer"): "the socket's timeout",
     ("weights/transports/device/live_part.py", "fill"): "the device, which copies",
     ("weights/transports/device/group_part.py", "_read"): "the device, which copies",

@@ -53,6 +53,7 @@ from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, NCCL, SHM, host_id
 from gyre.weights.transports.device.live_server import LiveServer, live_name
+from gyre.weights.transports.device.staging_ring import SEATS
 from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.publish import PublishedPart, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
@@ -290,6 +291,7 @@ class RankWorker:
             pin=self._machine.device.type == "cuda",
         )
         if (scheme := self._live_scheme()) is not None:
+            num_engines = self._config.count_pod_engines(self._spec.world_size)
             self._live = LiveServer(
                 name=live_name(self._spec.run_id, rank),
                 host=host_id(),
@@ -298,6 +300,7 @@ class RankWorker:
                 schemes=(scheme,),
                 # members of other hosts read slots as soon as a version is offered
                 writes_behind=not self._spec.served_at,
+                num_seats=min(SEATS, num_engines * self._config.engine.tensor_ranks),
                 deadline_s=LIVE_DEADLINE_S,
             )
         return partial(

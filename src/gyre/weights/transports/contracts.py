@@ -23,6 +23,8 @@ class OpenSlot:
 
     part: RegisteredPart
     bytes_N: Tensor  # uint8, zeroed or of an older version; page-locked where the store says so
+    # SnapshotError unless the slot has the part whole, and may be read; None: it keeps no bytes
+    check: Callable[[], None] | None = None
 
 
 class PartStore(Protocol):
@@ -42,13 +44,18 @@ class PartStore(Protocol):
 
 
 class LivePublisher(Protocol):
-    """Serves the part that this process has in its own tensors."""
+    """Serves the part that this process has in its own tensors, and in its slot."""
 
     def put(
         self, *, epoch: int, version: int, placed: Sequence[PlacedSegment], runs: Sequence[Tensor]
     ) -> tuple[str, ...]:
         """Serve the numbers of placed segments, flat, which stay as they are until `withdraw` has
-        returned. Returns further addresses of the part."""
+        returned. Returns further addresses of the part; none where it does not serve them."""
+        ...
+
+    def put_slot(self, *, epoch: int, version: int, slot: OpenSlot) -> tuple[str, ...]:
+        """Serve the part from its slot, which is whole, once the tensors are withdrawn. Returns the
+        addresses by which it is."""
         ...
 
     def write_behind(self, *, epoch: int, version: int, write: Callable[[], None]) -> bool:
@@ -57,7 +64,11 @@ class LivePublisher(Protocol):
         ...
 
     def withdraw(self) -> None:
-        """Serve nothing any more; returns when nothing reads the tensors."""
+        """Serve nothing from the tensors any more; returns when nothing reads them."""
+        ...
+
+    def end_version(self) -> None:
+        """Serve nothing any more; returns when nothing reads tensors or slot."""
         ...
 
 

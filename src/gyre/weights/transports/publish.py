@@ -9,7 +9,7 @@ rank has, the ranks write one cut each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +60,8 @@ def publish_part(
 ) -> PublishedPart:
     """Copy this rank's part of a version into the store, with a checksum of each segment. `live`
     serves it from the rank's own tensors too, until they change; the store may then be written
-    while readers have them. InputError for an offer of which this process has no tensors."""
+    while readers have them. It serves from the slot after that, and at once where the tensors have
+    left the device. InputError for an offer of which this process has no tensors."""
     activities = activities or ActivityClock()
     with activities.timing("convert") as converting:
         runs_of = _owned_runs(offer, rank, num_ranks)
@@ -93,19 +94,27 @@ def _write_part(
     their sums, in order."""
     of_version = {"epoch": manifest.epoch, "version": manifest.version}
     if live is not None:
-        live.withdraw()
+        live.end_version()
     with ExitStack() as stack:
         slot = stack.enter_context(store.writing(**of_version, size_bytes=part_bytes(placed)))
         further = () if live is None else live.put(**of_version, placed=placed, runs=runs)
         if live is None or not further:
             # the copies have ended when their device has given the sums
-            return slot.part, iter(_to_host(_write_all(placed, runs, slot)))
+            totals = iter(_to_host(_write_all(placed, runs, slot)))
+            stack.close()
+            further = () if live is None else live.put_slot(**of_version, slot=slot)
+            return _with_addresses(slot.part, further), totals
         sums = [_sum(one, run_N) for one, run_N in zip(placed, runs, strict=True)]
         totals = iter(_to_host(sums))
-        write = partial(_write_behind, stack.pop_all(), placed, runs, slot)
+        serve = partial(live.put_slot, **of_version, slot=slot)
+        write = partial(_write_behind, stack.pop_all(), placed, runs, slot, serve)
         if not live.write_behind(**of_version, write=write):
             write()
-    return replace(slot.part, addresses=(*slot.part.addresses, *further)), totals
+    return _with_addresses(slot.part, further), totals
+
+
+def _with_addresses(part: RegisteredPart, further: tuple[str, ...]) -> RegisteredPart:
+    return replace(part, addresses=(*part.addresses, *further))
 
 
 def _rounded_bytes(placed: Sequence[PlacedSegment], runs: Sequence[Tensor]) -> int:
@@ -240,11 +249,16 @@ def _write_all(
 
 @torch.no_grad()
 def _write_behind(
-    writing: ExitStack, placed: Sequence[PlacedSegment], runs: Sequence[Tensor], slot: OpenSlot
+    writing: ExitStack,
+    placed: Sequence[PlacedSegment],
+    runs: Sequence[Tensor],
+    slot: OpenSlot,
+    serve: Callable[[], object],
 ) -> None:
-    """Write the slot, and register it at the end."""
+    """Write the slot, and register it at the end; then `serve` from it."""
     with writing:
         _to_host(_write_all(placed, runs, slot))  # which waits for the copies
+    serve()
 
 
 def _sum(placed: PlacedSegment, run_N: Tensor, home_N: Tensor | None = None) -> Tensor:

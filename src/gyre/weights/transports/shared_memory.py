@@ -13,9 +13,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from gyre.core.errors import InputError, MemoryBudgetError, is_disk_full
+from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
 from gyre.core.events import Emit
 from gyre.core.files import try_lock
 from gyre.core.offers import RegisteredPart
@@ -23,12 +24,14 @@ from gyre.weights.transports.addresses import SHARED_MEMORY, SHM, TCP, PartAddre
 from gyre.weights.transports.contracts import OpenSlot
 from gyre.weights.transports.mapped import MappedFile
 from gyre.weights.transports.slot_header import (
+    AGAIN,
     HEADER_BYTES,
     RUN_ID,
     SlotHeader,
     name_parts,
     pack,
     slot_name,
+    still_whole,
     unpack,
 )
 from gyre.weights.transports.slots import READ_FLAGS
@@ -45,12 +48,24 @@ class _OwnedSlot:
         self.header = header
         self._mapped = MappedFile(handle, HEADER_BYTES + capacity_bytes, writable=True, pin=pin)
         self.bytes_N = self._mapped.bytes_N[HEADER_BYTES:]
+        self._is_open = True
 
     def put(self, header: SlotHeader) -> None:
         os.pwrite(self.handle, pack(header), 0)
         self.header = header
 
+    def check(self, name: str, whole: SlotHeader) -> None:
+        """Raise SnapshotError unless the file has this header, and all its room."""
+        if not self._is_open:
+            raise SnapshotError(f"{name} was closed by its publisher", hint=AGAIN)
+        # bytes past the end of a file that was cut would end this process (SIGBUS)
+        room = os.fstat(self.handle).st_size - HEADER_BYTES
+        if room < whole.size_bytes:
+            raise SnapshotError(f"{name} was cut to {room} bytes", hint=AGAIN)
+        still_whole(os.pread(self.handle, HEADER_BYTES, 0), name, whole)
+
     def close(self) -> None:
+        self._is_open = False
         self.bytes_N = self.bytes_N[:0].clone()
         self._mapped.close()
         os.close(self.handle)  # and its lock
@@ -105,8 +120,10 @@ class SharedMemoryStore:
         )
         slot.put(begun)
         part = RegisteredPart(addresses=self._addresses(number), size_bytes=size_bytes)
-        yield OpenSlot(part=part, bytes_N=slot.bytes_N[:size_bytes])
-        slot.put(replace(begun, sequence=begun.sequence + 1))
+        whole = replace(begun, sequence=begun.sequence + 1)
+        check = partial(slot.check, self._path(number).name, whole)
+        yield OpenSlot(part=part, bytes_N=slot.bytes_N[:size_bytes], check=check)
+        slot.put(whole)
         self._written += 1
         if self._written == SLOTS:
             # every rank of this attempt has registered: those of an older one are past their time

@@ -22,7 +22,8 @@ from gyre.core.errors import DeadlineError, GyreError, InputError, SnapshotError
 from gyre.core.events import Emit
 from gyre.distributed.init import hold_store
 from gyre.weights.transports.device.broadcast_group import BroadcastGroup, GroupSeat
-from gyre.weights.transports.device.live_part import CurrentPart
+from gyre.weights.transports.device.live_part import LivePart
+from gyre.weights.transports.device.part_source import CurrentPart
 from gyre.weights.transports.part_layout import PartRange
 
 
@@ -59,7 +60,7 @@ class Broadcaster:
 
     def __init__(
         self,
-        current: CurrentPart,
+        current: CurrentPart[LivePart],
         *,
         name: str,
         device: torch.device,

@@ -3,7 +3,7 @@ one user. In: an address; requests. Out: answers, within a deadline; the error t
 
     reader      open      The part of a version, by a scheme.
     reader      seat      Its place in a group. The publisher waits until the group begins.
-    reader      fill      Stretches of the part into the staging bucket whose turn it is.
+    reader      fill      Stretches of the part into a staging bucket, which the answer names.
     reader      check     Whether all that was given is of the version.
     publisher   answer    To each request; or unasked, that the group is lost.
 
@@ -25,7 +25,7 @@ from gyre.weights.transports.addresses import PartAddress
 from gyre.weights.transports.part_layout import PartRange
 
 OPEN, SEAT, FILL, CHECK = range(1, 5)
-STAGING_BUCKETS = 3  # of each reader: one lent, one filled, and one that may be copied from still
+STAGING_BUCKETS = 3  # of a reader at once: one lent, one filled, one that may be copied from still
 OK, GONE, LOST = range(3)
 ID_BYTES = 16
 _REQUEST = struct.Struct(f"<BqqQQQ{ID_BYTES}s")
@@ -54,7 +54,8 @@ class ControlAnswer:
     """What the publisher says."""
 
     code: int
-    numbers: tuple[int, int, int, int] = (0, 0, 0, 0)  # seat: generation, rank, size, port
+    # open: bytes of a bucket, staging buckets; seat: generation, rank, size, port; fill: the bucket
+    numbers: tuple[int, int, int, int] = (0, 0, 0, 0)
     text: bytes = b""  # of an error; or how staging memory is opened
 
 

@@ -2,11 +2,12 @@
 In: its address, how such memory is opened. Out: a PartReader, which lends the buckets.
 
     reader      Asks for bucket n + 1, copies bucket n out, asks for bucket n + 2.
-    publisher   Rounds bucket n + 1 into the next staging bucket meanwhile.
+    publisher   Fills bucket n + 1 meanwhile, and says in which staging bucket it is.
 
-There are three, so that bucket n may still be copied while n + 1 is waited for and lent. A copy has
-ended before its bucket is asked for again, and a fill before it is answered: each side waits for
-its own device, and neither for the other's.
+A reader has three at a time, so that bucket n may still be copied while n + 1 is waited for and
+lent. The copy of bucket n has ended before n + 3 is asked for, and a fill before it is answered:
+each side waits for its own device, and neither for the other's. Another reader of the version may
+have the same buckets (staging_ring.py).
 """
 
 # N bytes
@@ -57,7 +58,7 @@ class StagedPart:
         self._asked: deque[Fill] = deque()  # whose answers have not been read
         self._num_asked = 0
         self._num_lent = 0
-        self._copied: dict[int, Any] = {}  # by staging bucket, event: it may be filled again
+        self._copied: dict[int, Any] = {}  # by order of what was lent, event: it was copied
         try:
             answer = self._link.ask(
                 ControlRequest(
@@ -68,8 +69,8 @@ class StagedPart:
                     first=LIVE_SCHEMES.index(address.scheme),
                 )
             )
-            self.lends_bytes = answer.numbers[0]
-            self._staging = open_staging(STAGING_BUCKETS * self.lends_bytes, answer.text)
+            self.lends_bytes, self._num_buckets, *_ = answer.numbers
+            self._staging = open_staging(self._num_buckets * self.lends_bytes, answer.text)
         except GyreError:
             self._link.close()
             raise
@@ -104,6 +105,8 @@ class StagedPart:
             torch.cuda.current_stream(out_N.device).synchronize()
 
     def check(self) -> None:
+        while self._asked:  # for a read that was given up
+            self._take()
         self._link.ask(ControlRequest(op=CHECK))
 
     def close(self) -> None:
@@ -129,20 +132,21 @@ class StagedPart:
 
     def _take(self) -> int:
         """Wait until the publisher has filled what was asked for first. Returns where it is."""
-        self._link.answer()
+        bucket = self._link.answer().numbers[0]
+        assert bucket < self._num_buckets, f"bucket {bucket} of {self._num_buckets}"
         self._asked.popleft()
         self._num_lent += 1
-        return (self._num_lent - 1) % STAGING_BUCKETS * self.lends_bytes
+        return bucket * self.lends_bytes
 
     def _note_copied(self) -> None:
         """Note where the stream has copied what was lent last."""
         bytes_N = self._staging.bytes_N
         if self._num_lent and bytes_N.is_cuda:
             stream = torch.cuda.current_stream(bytes_N.device)
-            self._copied[(self._num_lent - 1) % STAGING_BUCKETS] = stream.record_event()
+            self._copied[self._num_lent - 1] = stream.record_event()
 
     def _ask(self, fill: Fill) -> None:
-        copied = self._copied.pop(self._num_asked % STAGING_BUCKETS, None)
+        copied = self._copied.pop(self._num_asked - STAGING_BUCKETS, None)
         if copied is not None:
             copied.synchronize()
         self._num_asked += 1

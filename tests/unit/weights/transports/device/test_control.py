@@ -18,7 +18,7 @@ from gyre.weights.transports.device.control import (
     pack_request,
     unpack_request,
 )
-from gyre.weights.transports.device.live_server import can_fill
+from gyre.weights.transports.device.reader_connection import can_fill
 from gyre.weights.transports.part_layout import PartRange, bucket_size, cut_stretches
 
 LINES = st.integers(0, 1 << 20).map(lambda line: 64 * line)

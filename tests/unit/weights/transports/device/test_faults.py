@@ -196,12 +196,12 @@ def test_a_publisher_that_is_killed_in_a_bucket(folder, scheme):
 
 @pytest.mark.parametrize("behind", [(), (SHM,)])
 @pytest.mark.parametrize("scheme", [GLOO, CUDA_IPC])
-def test_a_version_that_is_withdrawn_in_a_bucket(folder, scheme, behind):
+def test_a_version_that_is_no_longer_served_in_a_bucket(folder, scheme, behind):
     """It is refused by name, or comes whole out of the slot; the next one arrives."""
     with stores_of(folder, 1) as stores, live_servers(folder, 1, scheme) as lives:
         reader = Receiver(folder, scheme, *behind)
         offer = register(stores, whole_tensors(1), version=1, lives=lives)
-        failed = read_amid(reader, offer, lives[0].withdraw)
+        failed = read_amid(reader, offer, lives[0].end_version)
         assert isinstance(failed, GyreError) == (not behind), failed
         assert reader.has(1 if behind else 0)
         assert ("weights.slot_used" in reader.told) == bool(behind)
@@ -224,12 +224,12 @@ def read_amid(reader: Receiver, offer: Offer, act: Callable[[], None]) -> GyreEr
 
 
 @pytest.mark.parametrize("scheme", [GLOO, CUDA_IPC])
-def test_a_version_that_was_withdrawn_is_read_from_its_slot(folder, scheme):
+def test_a_version_that_is_no_longer_served_is_read_from_its_slot(folder, scheme):
     with stores_of(folder, 1) as stores, live_servers(folder, 1, scheme) as lives:
         offer = register(stores, whole_tensors(1), version=1, lives=lives)
         early, late = Receiver(folder, scheme, SHM), Receiver(folder, scheme, SHM)
         swap = early.prepare(offer)
-        lives[0].withdraw()
+        lives[0].end_version()
         early.take(swap)
         late.take(late.prepare(offer))
         for reader in (early, late):
@@ -253,8 +253,8 @@ class HeldStore(SharedMemoryStore):
 
 
 def test_a_slot_is_written_behind_its_version(folder):
-    """A reader has the version while the slot is not whole; one that needs the slot waits for it,
-    and so does whoever wants the tensors back."""
+    """A reader has the version while the slot is not whole; one that comes when the tensors are
+    wanted back waits for it, and so does whoever wants them."""
     store = HeldStore(run_id=RUN, owner=0, emit=silent, folder=folder)
     with live_servers(folder, 1, CUDA_IPC) as lives, ThreadPoolExecutor(2) as threads:
         offer = register([store], whole_tensors(1), version=1, lives=lives)
@@ -271,7 +271,7 @@ def test_a_slot_is_written_behind_its_version(folder):
         store.may_end.set()
         withdrawn.result(DEADLINE_S)
         late.take(prepared.result(DEADLINE_S))
-        assert late.has(1) and late.told == ["weights.slot_used", "weights.read"]
+        assert late.has(1) and late.told == ["weights.read"]
     store.close()
 
 
