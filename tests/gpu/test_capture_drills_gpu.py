@@ -1,10 +1,10 @@
 """A tensor rank that dies, or stands still, while graphs with collectives are captured: the server ends
-within a deadline, and names the rank."""
+within a deadline, by name."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 POINTS = Path(__file__).parent / "capture_points"
-HANG_S, ENDED_S = 15.0, 150.0
+START_S, ENDED_S = 40.0, 150.0  # of a start; of the server
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +46,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "hub"
 
 
-@pytest.mark.parametrize(("how", "cause"), [("die", "SIGKILL"), ("hang", "")])
-def test_a_rank_that_fails_amid_captures_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, cause: str
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("die", "engine-0 is lost: rank 1 of the engine .* ended by SIGKILL"),
+        ("hang", f"worker engine-0 .* 'engine.start' after {START_S:g} s"),
+    ],
+)
+def test_a_rank_that_fails_amid_captures_ends_the_start(
+    folder: Path, tmp_path: Path, how: str, said: str
 ) -> None:
-    """The server has not answered yet, so it ends, with all its processes."""
+    """The server has answered nothing yet, so it ends."""
     point, log = tmp_path / "point", tmp_path / "log"
     point.write_text(how)
     argv = [sys.executable, "-c", "from gyre.cli.main import main; main()"]
     argv += ["serve", str(folder), "--port", "0", "--json"]
-    argv += ["--set", "engine.tensor_ranks=2", "--set", f"cluster.hang_s={HANG_S}"]
+    argv += ["--set", "engine.tensor_ranks=2", "--set", f"cluster.call_deadline_s={START_S}"]
     paths = os.pathsep.join([str(POINTS), os.environ["PYTHONPATH"]])
     environment = {**os.environ, "CAPTURE_POINT": str(point), "PYTHONPATH": paths}
     with log.open("w") as told:
         ended = subprocess.run(argv, stderr=told, env=environment, timeout=ENDED_S, check=False)
-    assert ended.returncode == 1 and not point.exists(), log.read_text()
-    rows = [json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{"]
-    (lost,) = [row for row in rows if row["kind"] == "engine.lost"]
-    assert "rank 1" in lost["cause"] and cause in lost["cause"], lost
+    assert ended.returncode == 2 and not point.exists(), log.read_text()
     (error,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
-    assert "rank 1" in error and cause in error, error
+    assert re.search(said, error), error
