@@ -56,6 +56,7 @@ from gyre.server.respond import (
     Service,
     WholeAnswer,
 )
+from gyre.server.tokenize import check_tokenize, tokenize
 from gyre.server.tracing.marks import trace_fields
 
 PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
@@ -116,8 +117,9 @@ class Api:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
+        check_tokenize(body)
         with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
-            answer = await self._prompts.tokenize(body.prompt, http)
+            answer = await tokenize(body, self._prompts, self._model.answer_format, http)
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
