@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -313,9 +314,14 @@ def make_handlers(service: Service) -> Handlers:
     async def say_nothing(http: HttpRequest, error: Exception) -> Response:
         return NoAnswer()
 
+    async def count_gone(http: HttpRequest, error: Exception) -> Response:
+        service.metrics.disconnects.inc()
+        return NoAnswer()
+
     return {
         ApiError: refuse,
-        ClientGone: say_nothing,
+        ClientDisconnect: count_gone,  # within its body
+        ClientGone: say_nothing,  # counted where it was noticed
         GyreError: refuse_input,
         HTTPException: refuse_route,
         Exception: fail,
