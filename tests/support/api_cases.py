@@ -79,14 +79,19 @@ def reverse(request: Request, index: int, version: int) -> Sequence[int]:
     ]
 
 
-def render(messages: Any, tools: Any) -> np.ndarray:
+def render(messages: Any, tools: Any, *, generation_prompt: bool = True) -> np.ndarray:
     return TOKENIZER.encode("".join(message.content or "" for message in messages))
 
 
 @contextlib.asynccontextmanager
 async def api(
-    script: Script = reverse, *, faults: Faults | None = None, name: str = "m"
+    script: Script = reverse,
+    *,
+    faults: Faults | None = None,
+    name: str = "m",
+    model: ServedModel | None = None,
 ) -> AsyncIterator[Api]:
+    """`model`: served in place of the one whose prompts are the messages' bytes."""
     events: list[tuple[str, dict[str, Any]]] = []
 
     def emit(kind: str, /, **fields: Any) -> None:
@@ -103,7 +108,7 @@ async def api(
     )
     await engine.start(dummy=False)
 
-    model = ServedModel(
+    model = model or ServedModel(
         name=name,
         tokenizer=TOKENIZER,
         context_tokens=CONTEXT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -22,7 +23,9 @@ from system_models import save_checkpoint
 from certificates import make_certificate
 from gyre.server.gateway.keys import create_key, revoke_key
 from gyre.server.gateway.limits import KeyLimits
+from scraped import counts_changed
 from served import Served, serving
+from served_account import look_when_idle
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +164,62 @@ def test_a_client_that_hangs_up_pays_for_what_it_cost_and_no_more(served, keys) 
     assert limit - 3 * 1100 <= left <= min(limit, limit - 3 * read + refilled)
     assert raw.headers["x-ratelimit-limit-tokens"] == str(limit)
     assert '"serve.usage_incomplete"' not in served.log.read_text()  # the engine told in time
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_ends_its_writing_side_has_hung_up(served, keys, stream, begun) -> None:
+    """The connection ends with no more of an answer, although the client would read it. Nothing of
+    the request is left: no completion, no page, none of its key's limits. It is counted."""
+    limit, most, number = 10**6, 200, 8
+    _, secret = make_key(keys, tokens_per_minute=limit, concurrent_requests=1)
+    with connect(served, secret) as client:
+        until_known(client)
+        ask(client, max_tokens=1)
+        before = look_when_idle(served, secret).samples
+        asked = {"stream": stream, "n": number, "max_tokens": most}
+        with half_closed(served, secret, asked, begun=begun) as link:
+            said = read_all(link)
+        after = look_when_idle(served, secret).samples
+        raw = client.completions.with_raw_response.create(model="qwen", prompt="a", max_tokens=1)
+    assert b"[DONE]" not in said and (said == b"" or (stream and begun))
+    changed = counts_changed(before, after)
+    assert changed[("gyre_disconnects_total",)] == 1
+    status = "200" if said else "499"
+    told = ("gyre_http_responses_total", "route=/v1/completions", f"status={status}")
+    assert changed[told] == 1
+    ended = {key[1]: n for key, n in changed.items() if key[0] == "vllm:request_success_total"}
+    aborted = {"finished_reason=abort": number}
+    assert ended == aborted if begun else ended in ({}, aborted)
+    used = limit - int(raw.headers["x-ratelimit-remaining-tokens"])
+    assert used < number * most, "what the engine did not compute was not given back"
+
+
+@contextlib.contextmanager
+def half_closed(
+    served: Served, secret: str, asked: dict[str, Any], *, begun: bool
+) -> Iterator[socket.socket]:
+    """A connection whose client has asked, and says that it sends no more: at once, or once the
+    engine is at work."""
+    body = json.dumps(asked | {"model": "qwen", "prompt": "How many", "ignore_eos": True}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        f"Authorization: Bearer {secret}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    place = urlsplit(served.url)
+    with socket.create_connection((place.hostname, place.port), timeout=30) as link:
+        link.sendall(head.encode() + body)
+        if begun:
+            until_running(served)
+        link.shutdown(socket.SHUT_WR)
+        yield link
+
+
+def until_running(served: Served) -> None:
+    ends = time.monotonic() + 30
+    while not httpx.get(f"{served.url}/health/load", timeout=30).json()["running"]:
+        assert time.monotonic() < ends
+        time.sleep(0.005)
 
 
 def read_all(link: socket.socket) -> bytes:

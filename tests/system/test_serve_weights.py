@@ -18,7 +18,12 @@ import openai
 import psutil
 import pytest
 import torch
-from system_models import greedy_reference, save_changed, save_checkpoint
+from system_models import (
+    greedy_reference,
+    save_changed,
+    save_checkpoint,
+    save_own_checkpoint,
+)
 from system_runs import gyre, write_config
 from transformers import AutoModelForCausalLM
 
@@ -196,6 +201,30 @@ def test_a_server_follows_a_run_that_trains_on(tmp_path) -> None:
         assert len(set(expected.values())) > 1, "the versions cannot be told apart"
         assert last == (expected[f"version-{len(updated)}"], f"version-{len(updated)}")
         assert not clients.find_wrong(expected)
+
+
+@pytest.mark.slow
+def test_a_server_follows_a_model_folder_and_drops_no_request(tmp_path) -> None:
+    """Another folder is renamed into its place while clients ask."""
+    target = save_own_checkpoint(tmp_path / "followed")
+    newer = save_changed(target, tmp_path / "newer")
+    expected = {
+        f"version-{number}": complete_reference(path) for number, path in enumerate((target, newer))
+    }
+    assert len(set(expected.values())) == 2, "the versions cannot be told apart"
+    options = *EXACT, "--follow", "--poll-s", "0.2"
+    with serving(target, tmp_path / "log", *options) as served:
+        clients = Clients(lambda: complete(served), 2)
+        with clients.asking():
+            clients.until("version-0")
+            target.rename(tmp_path / "old")
+            newer.rename(target)
+            clients.until("version-1")
+        assert not clients.faults
+        assert not clients.find_wrong(expected)
+        assert set(clients.versions) == expected.keys()
+        updated, refused = events_of(served, "serve.weights_updated", "serve.weights_refused")
+        assert [event["version"] for event in updated] == [1] and not refused
 
 
 def add_export(run: Path, source: Path, name: str, *, weights: bytes | None = None) -> Path:

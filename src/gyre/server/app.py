@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -57,6 +58,7 @@ from gyre.server.respond import (
     Service,
     WholeAnswer,
 )
+from gyre.server.tokenize import check_tokenize, tokenize
 from gyre.server.tracing.marks import trace_fields
 
 PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
@@ -120,8 +122,9 @@ class Api:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
+        check_tokenize(body)
         with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
-            answer = await self._prompts.tokenize(body.prompt, http)
+            answer = await tokenize(body, self._prompts, self._model.answer_format, http)
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -324,9 +327,14 @@ def make_handlers(service: Service) -> Handlers:
     async def say_nothing(http: HttpRequest, error: Exception) -> Response:
         return NoAnswer()
 
+    async def count_gone(http: HttpRequest, error: Exception) -> Response:
+        service.metrics.disconnects.inc()
+        return NoAnswer()
+
     return {
         ApiError: refuse,
-        ClientGone: say_nothing,
+        ClientDisconnect: count_gone,  # within its body
+        ClientGone: say_nothing,  # counted where it was noticed
         GyreError: refuse_input,
         HTTPException: refuse_route,
         Exception: fail,

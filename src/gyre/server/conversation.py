@@ -8,40 +8,41 @@ import json
 from typing import Any
 
 from gyre.server.bodies.message_schema import MessageBody, ToolBody
-from gyre.server.bodies.schema import ApiError, ChatBody
+from gyre.server.bodies.schema import ApiError, ChatBody, TokenizeBody
 from gyre.server.parsers.choose import AnswerFormat
 from gyre.text.messages import NO_PARAMETERS, Message, Tool, ToolCall
 
 MOST_DEPTH = 64  # of nested values: templates and JSON recurse into them
 
 
-def read_messages(body: ChatBody) -> tuple[Message, ...]:
+def read_messages(body: ChatBody | TokenizeBody) -> tuple[Message, ...]:
     """Return the messages. ApiError for one whose fields do not go together."""
     return tuple(
-        _read_message(one, f"messages.{number}") for number, one in enumerate(body.messages)
+        _read_message(one, f"messages.{number}") for number, one in enumerate(body.messages or ())
     )
 
 
-def read_tools(body: ChatBody, form: AnswerFormat) -> tuple[Tool, ...]:
+def read_tools(body: ChatBody | TokenizeBody, form: AnswerFormat) -> tuple[Tool, ...]:
     """Return the tools that the model is shown: none with tool_choice "none". ApiError where the
     model, or this server, has no use for what the body says of tools."""
-    _check_choice(body)
-    is_about_tools = any(one.tool_calls or one.role == "tool" for one in body.messages)
+    is_shown = not isinstance(body, ChatBody) or _check_choice(body)
+    is_about_tools = any(one.tool_calls or one.role == "tool" for one in body.messages or ())
     if (body.tools or is_about_tools) and form.tools_refusal:
         name = "tools" if body.tools else "messages"
         raise ApiError(400, f"{name}: {form.tools_refusal}", param=name)
     tools = [_read_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools or ())]
-    return () if body.tool_choice == "none" else tuple(tools)
+    return tuple(tools) if is_shown else ()
 
 
-def _check_choice(body: ChatBody) -> None:
+def _check_choice(body: ChatBody) -> bool:
+    """Return whether tools are shown. ApiError for a choice that cannot be had."""
     choice = body.tool_choice
     if choice in (None, "none"):
-        return
+        return choice is None
     if not body.tools:
         raise ApiError(400, "tool_choice: need tools with it", param="tool_choice")
     if choice == "auto":
-        return
+        return True
     shown = "'required'" if choice == "required" else "a named function"
     if not isinstance(choice, dict) and choice != "required":
         raise ApiError(

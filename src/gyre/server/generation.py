@@ -11,7 +11,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +29,21 @@ ALL_TOKENS = -1  # top_k of a client that was written for vLLM
 MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
 
+class Renderer(Protocol):
+    """Makes the prompt of a conversation."""
+
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        generation_prompt: bool = True,
+    ) -> np.ndarray:
+        """Return int32 ids up to the model's turn, whose beginning is left out without
+        `generation_prompt`. InputError or ConfigError for what the template does not show."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """What is served, and how a conversation becomes its prompt."""
@@ -36,8 +51,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     context_tokens: int
-    # int32 ids of a conversation up to the model's turn; InputError or ConfigError
-    render: Callable[[Sequence[Message], Sequence[Tool]], np.ndarray]
+    render: Renderer
     find_refusal: Callable[[Request], str | None]  # why no engine runs the request
     answer_format: AnswerFormat = field(default_factory=AnswerFormat)
     runs_template: bool = False  # rendering runs a program of the model's folder

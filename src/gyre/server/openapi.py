@@ -107,7 +107,7 @@ OPERATIONS = (
     Operation(
         path="/tokenize",
         method="post",
-        summary="Turn text into token ids.",
+        summary="Turn a text or a conversation into token ids.",
         body=TokenizeBody,
         answer=TokenList,
         failures=OF_BODIES,

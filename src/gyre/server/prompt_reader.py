@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -87,6 +87,17 @@ class PromptReader:
         """Return int32 ids of a conversation up to the model's turn. ApiError for one that is
         beyond the context, InputError for one that the template refuses."""
         work = functools.partial(self._model.render, messages, tools)
+        return await self._read_messages(work, messages, http, deadline_s)
+
+    async def _read_messages(
+        self,
+        work: Callable[[], Result],
+        messages: Sequence[Message],
+        http: HttpRequest,
+        deadline_s: float | None = None,
+    ) -> Result:
+        """Return what `work` makes of them, in the loop where they are short and no template
+        runs."""
         is_short = sum(len(one.content) for one in messages) <= SHORT_CHARS
         with refusing_long("messages"):
             if is_short and not self._model.runs_template:
@@ -94,7 +105,24 @@ class PromptReader:
             threads = self._templates if is_short else self._prompts
             return await self._beside(threads.run(work), http, deadline_s)
 
-    async def tokenize(self, text: str, http: HttpRequest) -> bytes:
+    async def tokenize_messages(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        http: HttpRequest,
+        *,
+        generation_prompt: bool,
+        adds_prefix: bool,
+    ) -> bytes:
+        """Return the answer of POST /tokenize. ApiError and InputError as `render` does."""
+
+        def work() -> bytes:
+            tokens = self._model.render(messages, tools, generation_prompt=generation_prompt)
+            return self._list_tokens(tokens, adds_prefix)
+
+        return await self._read_messages(work, messages, http)
+
+    async def tokenize(self, text: str, http: HttpRequest, *, adds_prefix: bool) -> bytes:
         """Return the answer of POST /tokenize. ApiError for a text far beyond the context."""
         longest = self._model.context_tokens
         most_chars = max(TOKENIZED_CHARS, LIKELY_CHARS * longest)
@@ -103,11 +131,17 @@ class PromptReader:
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
         def work() -> bytes:
-            return token_list(self._model.tokenizer.encode(text), longest)
+            return self._list_tokens(self._model.tokenizer.encode(text), adds_prefix)
 
         if len(text) <= SHORT_CHARS:
             return work()
         return await self._beside(self._texts.run(work), http)
+
+    def _list_tokens(self, tokens: np.ndarray, adds_prefix: bool) -> bytes:
+        if adds_prefix:
+            prefix = np.asarray(self._model.tokenizer.prefix_ids, np.int32)
+            tokens = np.concatenate([prefix, tokens])
+        return token_list(tokens, self._model.context_tokens)
 
     async def detokenize(self, tokens: list[int], http: HttpRequest) -> bytes:
         """Return the answer of POST /detokenize."""

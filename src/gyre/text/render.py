@@ -28,9 +28,10 @@ def render_prompt(
     options: Mapping[str, Any] | None = None,
     tools: Sequence[Tool] = (),
     most_tokens: int | None = None,
+    generation_prompt: bool = True,
 ) -> tuple[np.ndarray, str]:
-    """Return (int32 ids, text) up to the model's turn. With `most_tokens`, PromptTooLong where
-    there are certainly more.
+    """Return (int32 ids, text) up to the model's turn, whose beginning is left out without
+    `generation_prompt`. With `most_tokens`, PromptTooLong where there are certainly more.
 
     `template` is "chat", the tokenizer's own; ours writes the prompt and a newline. Otherwise it is
     a text with {prompt}, and {system} if `system` is given. A conversation needs "chat". `system`
@@ -45,7 +46,13 @@ def render_prompt(
     ):
         check_system(tokenizer, options)
     (text,) = render_texts(
-        tokenizer, [prompt], template=template, system=system, options=options, tools=tools
+        tokenizer,
+        [prompt],
+        template=template,
+        system=system,
+        options=options,
+        tools=tools,
+        generation_prompt=generation_prompt,
     )
     tokens = encode_rendered(tokenizer, text, template=template, most_tokens=most_tokens)
     return tokens, text
@@ -59,17 +66,25 @@ def render_texts(
     system: str,
     options: Mapping[str, Any] | None,
     tools: Sequence[Tool] = (),
+    generation_prompt: bool = True,
 ) -> list[str]:
     """Return the text of each prompt, as `render_prompt` does. Raises InputError for a system
     message that would not appear as given."""
     if template == "chat":
         conversations = [_conversation(prompt, system) for prompt in prompts]
         _check_later_systems(tokenizer, conversations, options)
-        return tokenizer.render_chats(conversations, options=options, tools=tools)
+        return tokenizer.render_chats(
+            conversations, options=options, tools=tools, generation_prompt=generation_prompt
+        )
     if tools:
         raise InputError(
             f"data.template = {template!r} shows no tools",
             hint='leave the tools out, or use data.template = "chat"',
+        )
+    if not generation_prompt:
+        raise InputError(
+            f"data.template = {template!r} does not tell where the model's turn begins",
+            hint='leave add_generation_prompt out, or use data.template = "chat"',
         )
     for prompt in prompts:
         if not isinstance(prompt, str):

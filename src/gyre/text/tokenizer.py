@@ -197,9 +197,11 @@ class Tokenizer:
         *,
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Tool] = (),
+        generation_prompt: bool = True,
     ) -> list[str]:
-        """Render several conversations at once, which is faster than `render_chat` on each.
-        InputError for tools that the chat template does not show."""
+        """Render several conversations at once, which is faster than `render_chat` on each. Without
+        `generation_prompt` the beginning of the model's turn is left out. InputError for tools that
+        the chat template does not show."""
         if tools and not self.takes_tools:
             raise InputError(
                 "the model's chat template shows no tools",
@@ -214,7 +216,9 @@ class Tokenizer:
                 hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or '
                 "use an instruct model",
             )
-        return template.render(conversations, options or {}, tools=tools)
+        return template.render(
+            conversations, options or {}, generation_prompt=generation_prompt, tools=tools
+        )
 
     def takes_system(
         self, options: Mapping[str, Any] | None = None, *, roles: Sequence[str] = ("system", "user")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy_files import ROOT, asked_for, panel_queries, read_board, read_rules, variable_queries
 from gyre.core.records import EngineStats, ReplicaStatus
 from gyre.server.metrics.server_metrics import FINISHED_REASONS, ServerMetrics
 
-ROOT = Path(__file__).parents[3]
-RULES = ROOT / "deploy/prometheus/gyre.rules.yml"
-DASHBOARD = ROOT / "deploy/grafana/gyre.json"
-KEYWORDS = {"and", "or", "unless", "by", "without", "on", "ignoring", "bool", "offset"}
 STATS = EngineStats(
     running=0, waiting=0, prompt_tokens=0, prefix_hit_tokens=0, generated_tokens=0, preemptions=0,
     refused=0, steps=0, pages_used=0, pages_total=8, version=0,
@@ -47,33 +41,14 @@ def series() -> dict[str, set[str]]:
     return found
 
 
-def asked_for(query: str) -> list[tuple[str, set[str]]]:
-    """The metrics that a query names, and the labels by which it chooses of each."""
-    query = re.sub(r"\b(by|without)\s*\([^)]*\)", "", query)
-    query = re.sub(r"\[[^\]]*\]", "", query)
-    found = re.findall(r"([A-Za-z_:][\w:]*)\s*(\{[^}]*\}|\()?", re.sub(r'"[^"]*"', '""', query))
-    return [
-        (name, set(re.findall(r"(\w+)\s*[=!]", chosen)))
-        for name, chosen in found
-        if chosen != "(" and name not in KEYWORDS
-    ]
+QUERIES = [
+    *(rule["expr"] for rule in read_rules()),
+    *(name for name, _ in variable_queries()),
+    *(one.query for one in panel_queries()),
+]
 
 
-def rule_queries() -> list[str]:
-    (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
-    return [rule["expr"] for rule in group["rules"]]
-
-
-def panel_queries() -> list[str]:
-    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    variables = [one["definition"] for one in board["templating"]["list"] if "definition" in one]
-    names = [re.sub(r"label_values\((\w+), \w+\)", r"\1", text) for text in variables]
-    return names + [
-        target["expr"] for panel in board["panels"] for target in panel.get("targets", ())
-    ]
-
-
-@pytest.mark.parametrize("query", [*rule_queries(), *panel_queries()])
+@pytest.mark.parametrize("query", QUERIES)
 def test_a_query_asks_for_what_a_scrape_has(query: str) -> None:
     has, names = series(), asked_for(query)
     assert names, query
@@ -88,16 +63,16 @@ def test_a_name_that_no_scrape_has_is_found() -> None:
 
 
 def test_each_rule_says_how_bad_it_is_and_what_to_do() -> None:
-    (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
-    names = [rule["alert"] for rule in group["rules"]]
+    rules = read_rules()
+    names = [rule["alert"] for rule in rules]
     assert len(set(names)) == len(names)
-    for rule in group["rules"]:
+    for rule in rules:
         assert rule["labels"]["severity"] in ("page", "ticket") and rule["for"]
         assert rule["annotations"]["summary"] and rule["annotations"]["action"]
 
 
 def test_each_panel_has_a_place_of_its_own() -> None:
-    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    panels = read_board()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
         (x, y)

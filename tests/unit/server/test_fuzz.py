@@ -66,6 +66,8 @@ def as_document(*, narrow: bool) -> dict[str, Any]:
     """The document, with the served model's name; narrow with ranges that an engine accepts."""
     document = copy.deepcopy(DOCUMENT)
     schemas = document["components"]["schemas"]
+    for field in ("messages", "tools"):  # they take half a minute to draw, and are ChatBody's
+        del schemas["TokenizeBody"]["properties"][field]
     for name in ("ChatBody", "CompletionBody", "GenerateBody", "GenerateParams"):
         fields = schemas[name]["properties"]
         if "model" in schemas[name].get("required", ()):
@@ -81,6 +83,9 @@ def as_document(*, narrow: bool) -> dict[str, Any]:
         schemas["MessageBody"]["required"] = ["role", "content"]
         for field in ("tools", "tool_choice"):  # this model's template takes none
             del schemas["ChatBody"]["properties"][field]
+        schemas["TokenizeBody"]["properties"]["prompt"] = WORD
+        schemas["TokenizeBody"]["required"] = ["prompt"]
+        del schemas["TokenizeBody"]["properties"]["add_generation_prompt"]
     return document
 
 

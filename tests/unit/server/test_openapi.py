@@ -17,6 +17,7 @@ from gyre.server.openapi import OPERATIONS, make_document
 DOCUMENT = make_document()
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "cba"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": ["ab", "c"]}
+BODIES = [one.body.__name__ for one in OPERATIONS if one.body is not None]
 USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -100,7 +101,11 @@ def test_what_can_be_looked_at_fits_it(path: str) -> None:
 def test_tokens_and_text_fit_it() -> None:
     async def go() -> None:
         async with api() as on:
-            for path, body in (("/tokenize", {"prompt": "ab"}), ("/detokenize", {"tokens": [1]})):
+            for path, body in (
+                ("/tokenize", {"prompt": "ab"}),
+                ("/tokenize", {"messages": CHAT["messages"]}),
+                ("/detokenize", {"tokens": [1]}),
+            ):
                 check((await on.post(path, **body)).json(), schema_name(path, "post", 200))
 
     asyncio.run(go())
@@ -126,7 +131,7 @@ def test_refusals_fit_it(path: str, body: dict[str, Any], status: int, reason: s
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("name", ["ChatBody", "CompletionBody", "GenerateBody", "GenerateParams"])
+@pytest.mark.parametrize("name", [*BODIES, "GenerateParams"])
 def test_each_field_that_can_be_asked_is_explained_and_no_other_is_allowed(name: str) -> None:
     schema = DOCUMENT["components"]["schemas"][name]
     assert schema["additionalProperties"] is False

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.types import Receive
 
 import api_cases
 from api_cases import CONTEXT, TOKENIZER, Api, api
@@ -180,9 +181,37 @@ def test_the_engine_has_what_the_reading_left_of_the_deadline(
     play(work)
 
 
+async def post_raw(on: Api, receive: Receive) -> list[Any]:
+    """What is sent to a client of /tokenize whose connection is `receive`."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/tokenize",
+        "raw_path": b"/tokenize",
+        "query_string": b"",
+        "headers": [],
+        "server": ("m", 80),
+        "scheme": "http",
+    }
+    await on.app(scope, receive, send)
+    return sent
+
+
+async def check_gone(on: Api) -> None:
+    """One client hung up, and nothing was refused."""
+    found = read_samples((await on.client.get("/metrics")).text)
+    assert found["gyre_disconnects_total",] == 1
+    assert found["gyre_http_responses_total", "route=/tokenize", "status=499"] == 1
+    assert not [key for key in found if key[0] == "gyre_request_errors_total"]
+
+
 def test_a_client_that_hangs_up_meanwhile_leaves_nothing(held) -> None:
     async def work(on: Api) -> None:
-        sent: list[Any] = []
         gone = asyncio.Event()
         body = [
             {"type": "http.request", "body": json.dumps({"prompt": LONG}).encode()},
@@ -194,27 +223,29 @@ def test_a_client_that_hangs_up_meanwhile_leaves_nothing(held) -> None:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/tokenize",
-            "raw_path": b"/tokenize",
-            "query_string": b"",
-            "headers": [],
-            "server": ("m", 80),
-            "scheme": "http",
-        }
-        task = asyncio.ensure_future(on.app(scope, receive, send))
+        task = asyncio.ensure_future(post_raw(on, receive))
         await held.has_begun()
         gone.set()
-        await asyncio.wait_for(task, 10)
-        assert not sent
-        found = read_samples((await on.client.get("/metrics")).text)
-        assert found["gyre_disconnects_total",] == 1
+        assert not await asyncio.wait_for(task, 10)
+        await check_gone(on)
         held.released.set()
+
+    play(work)
+
+
+@pytest.mark.parametrize("body", [b"", b'{"prompt"'])
+def test_a_client_that_hangs_up_within_its_body_was_refused_nothing(body) -> None:
+    messages = [
+        {"type": "http.request", "body": body, "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def work(on: Api) -> None:
+        async def receive() -> dict[str, Any]:
+            return messages.pop(0)
+
+        assert not await post_raw(on, receive)
+        await check_gone(on)
 
     play(work)
 

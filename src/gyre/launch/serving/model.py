@@ -40,13 +40,24 @@ def served_model(
     )
     _ = tokenizer.most_token_chars  # looks through the vocabulary once, before any request
     context_tokens = min(limits.context_tokens, limits.cache_tokens + 1)
+
+    def render(
+        messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
+    ) -> np.ndarray:
+        return render_messages(
+            tokenizer,
+            messages,
+            tools,
+            config,
+            most_tokens=context_tokens,
+            generation_prompt=generation_prompt,
+        )
+
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
         context_tokens=context_tokens,
-        render=lambda messages, tools: render_messages(
-            tokenizer, messages, tools, config, most_tokens=context_tokens
-        ),
+        render=render,
         runs_template=has_template and tokenizer.runs_template,
         answer_format=answer_format,
         find_refusal=lambda request: find_refusal(request, limits),
@@ -61,10 +72,11 @@ def render_messages(
     config: RunConfig,
     *,
     most_tokens: int | None = None,
+    generation_prompt: bool = True,
 ) -> np.ndarray:
-    """Return int32 ids of a conversation up to the model's turn. InputError where the run's
-    template holds one question and the conversation is longer. PromptTooLong for one that certainly
-    has more than `most_tokens`."""
+    """Return int32 ids of a conversation up to the model's turn, whose beginning is left out
+    without `generation_prompt`. InputError where the run's template holds one question and the
+    conversation is longer. PromptTooLong for one that certainly has more than `most_tokens`."""
     data = config.data
     prompt: Any = messages
     if data.template != "chat":
@@ -83,5 +95,6 @@ def render_messages(
         options=data.template_options,
         tools=tools,
         most_tokens=most_tokens,
+        generation_prompt=generation_prompt,
     )
     return tokens

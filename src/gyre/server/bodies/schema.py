@@ -24,6 +24,8 @@ MOST_TOOLS = 1024
 MOST_SESSION_CHARS = 256
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
+Tools = Annotated[list[ToolBody], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
 class StreamOptions(StrictBody):
@@ -112,9 +114,9 @@ class _Generation(SamplingFields):
 class ChatBody(_Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Messages
     """The conversation so far."""
-    tools: Annotated[list[ToolBody], Field(min_length=1, max_length=MOST_TOOLS)] | None = None
+    tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
     """auto, or none: the model is shown no tools."""
@@ -220,8 +222,16 @@ class TokenizeBody(StrictBody):
 
     model: str | None = None
     """Accepted; nothing depends on it."""
-    prompt: str
-    """The text."""
+    prompt: str | None = None
+    """A text; either this or messages."""
+    messages: Messages | None = None
+    """A conversation."""
+    tools: Tools | None = None
+    """Functions that are shown with the messages."""
+    add_generation_prompt: bool = True
+    """End the messages with the beginning of the model's turn."""
+    add_special_tokens: bool | None = None
+    """Begin with BOS, if there is one; null: a prompt does, messages have their template's."""
 
 
 class DetokenizeBody(StrictBody):
