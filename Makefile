@@ -114,6 +114,7 @@ bench-gpus:
 	cd bench && PYTHONPATH=../src python3 train_ranks.py --rows 8b:none:same:8192:zero=2 8b:none:fp8:8192:zero=2 4b:selective:same:65536:grpo $(RECORD)
 	cd bench && PYTHONPATH=../src python3 handover.py $(RECORD)
 	cd bench && PYTHONPATH=../src python3 pod_handover.py $(RECORD)
+	cd bench && PYTHONPATH=../src python3 pod_handover.py --through cuda-ipc $(RECORD)
 	cd bench && PYTHONPATH=../src python3 weights_tensor.py --shape 8b $(RECORD)
 	cd bench && PYTHONPATH=../src python3 weights_tensor.py --shape 32b --wall-s 540 $(RECORD)
 	cd bench && PYTHONPATH=../src python3 snapshot.py --to build/snapshots $(RECORD)

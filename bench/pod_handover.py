@@ -202,6 +202,7 @@ def measure_ours(
         ours = OurHandOver(group, shards, engine, task, stack)
         engine.ask("clear")
         parts_s = [ours.run(version) for version in range(WARM_UP + RUNS)]
+        assert all(told["transport"] == task.through for told in parts_s), parts_s
         for told in parts_s[WARM_UP:]:
             told["copy"] = timed(group, lambda: engine.ask("copy_parts"))
         summed = group.share(engine.ask("sum"))

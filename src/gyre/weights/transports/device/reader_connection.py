@@ -129,6 +129,7 @@ class ReaderConnection:
                 return
             answer = self._handle(request)
         except GyreError as error:
+            # perhaps before answers that wait: the reader takes the first error as the end of all
             answer = _refusal(error)
         self._send(answer)
 

@@ -4,6 +4,7 @@ And a part that is read from its publisher's slot, once the tensors are withdraw
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +15,23 @@ import pytest
 import torch
 
 from gyre.cluster.worker.frames import encode
-from gyre.core.errors import SnapshotError
+from gyre.core.errors import InputError, SnapshotError
 from gyre.core.offers import Offer
 from gyre.weights.registered import ReadOver
-from gyre.weights.transports.addresses import CUDA_IPC, SHM
+from gyre.weights.transports.addresses import CUDA_IPC, LIVE_SCHEMES, SHM, parse
 from gyre.weights.transports.device import reader_ring
-from gyre.weights.transports.device.control import STAGING_BUCKETS
+from gyre.weights.transports.device.control import (
+    FILL,
+    OPEN,
+    STAGING_BUCKETS,
+    ControlLink,
+    ControlRequest,
+)
 from gyre.weights.transports.device.live_part import LivePart
+from gyre.weights.transports.device.part_source import Filling
 from gyre.weights.transports.device.slot_part import SlotPart
 from gyre.weights.transports.device.staging_ring import StagingRing
+from gyre.weights.transports.part_layout import PartRange
 from gyre.weights.transports.slot_header import HEADER_BYTES
 from part_cases import Memory, live_servers, register, shared_folder, stores_of, whole_tensors
 
@@ -269,6 +278,34 @@ def test_the_next_version_ends_reads_from_the_slot(folder):
         offer = publish(stores, lives, source="slot")
         assert read_amid(reader, offer, lambda: publish(stores, lives, 2)) is None
         assert reader.has(1) and reader.told == ["weights.slot_used", "weights.read"]
+
+
+def test_fills_from_a_slot_are_begun_before_the_last_one_is_there(folder, fills, monkeypatch):
+    """So the link is never idle. Three at most: one more is refused, and harms nobody."""
+    may_end, finish = threading.Event(), Filling.finish
+
+    def finish_later(self):
+        assert may_end.wait(DEADLINE_S)
+        finish(self)
+
+    monkeypatch.setattr(Filling, "finish", finish_later)
+    with stores_of(folder, 1) as stores, live_servers(folder, 1, CUDA_IPC) as lives:
+        part = publish(stores, lives, source="slot").source.parts[0]
+        link = ControlLink(parse(part.addresses[-1]), deadline_s=DEADLINE_S)
+        scheme = LIVE_SCHEMES.index(CUDA_IPC)
+        given = {"version": 1, "part_bytes": part.size_bytes, "first": scheme}
+        link.ask(ControlRequest(op=OPEN, **given))
+        for first in range(0, (STAGING_BUCKETS + 1) * BUCKET_BYTES, BUCKET_BYTES):
+            stretch = PartRange(start=first, stop=first + BUCKET_BYTES, at=0)
+            link.send(ControlRequest(op=FILL, stretches=(stretch,)))
+        with pytest.raises(InputError, match="more than 3 buckets were asked for at once"):
+            link.answer()
+        assert fills == ["slot"] * STAGING_BUCKETS
+        may_end.set()
+        link.close()
+        reader = Receiver(folder, CUDA_IPC)
+        reader.take(reader.prepare(publish(stores, lives, 2, source="slot")))
+        assert reader.has(2)
 
 
 def test_one_reader_has_three_buckets(folder):
