@@ -25,7 +25,7 @@ from gyre.weights.manifest import checksum
 from gyre.weights.transports.addresses import CUDA_IPC, NCCL, SHM
 from gyre.weights.transports.device import reader_ring
 from gyre.weights.transports.device.cuda_ipc import CudaStaging
-from gyre.weights.transports.device.slot_part import SlotPart
+from gyre.weights.transports.device.served_part import SlotPart
 from part_cases import live_servers, register, shared_folder, stores_of, whole_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -56,7 +56,7 @@ class _Part(Section):
 
     @property
     def needs_num_tokens(self) -> bool:
-        """Whether the part judges by the number of tokens, so that words can't stand for them."""
+        """Return whether the part judges by the number of tokens: words cannot stand for them."""
         return False
 
     def for_check(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from gyre.server.generation import ServedModel, TokenUsage, check_top, find_sess
 from gyre.server.metrics.measured import SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
-from gyre.server.prompt_reader import ClientGone, PromptReader
+from gyre.server.prompt_reader import ClientGone, PromptReader, check_tokenize, tokenize
 from gyre.server.respond import (
     ActiveRequest,
     AnswerSource,
@@ -58,7 +58,6 @@ from gyre.server.respond import (
     Service,
     WholeAnswer,
 )
-from gyre.server.tokenize import check_tokenize, tokenize
 from gyre.server.tracing.marks import trace_fields
 
 PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it

@@ -20,9 +20,11 @@ from starlette.requests import Request as HttpRequest
 
 from gyre.core.errors import PromptTooLong
 from gyre.core.events import Emit
-from gyre.server.bodies.schema import ApiError
+from gyre.server.bodies.schema import ApiError, TokenizeBody
+from gyre.server.conversation import read_messages, read_tools
 from gyre.server.generation import ServedModel, check_length, read_prompt
 from gyre.server.metrics.server_metrics import ServerMetrics
+from gyre.server.parsers.choose import AnswerFormat
 from gyre.server.respond import as_json, unless_gone
 from gyre.server.work_threads import WorkThreads
 from gyre.text.messages import Message, Tool
@@ -39,6 +41,7 @@ MOST_WAITING = 64  # requests for each kind of threads
 TOLD_AT_ONCE = 1 << 14  # ids that become JSON while other threads wait
 
 Result = TypeVar("Result")
+OF_MESSAGES = ("tools", "add_generation_prompt")  # fields of /tokenize
 
 
 class ClientGone(Exception):
@@ -196,4 +199,29 @@ def token_list(tokens: np.ndarray, longest: int) -> bytes:
         b",".join(pieces),
         len(tokens),
         longest,
+    )
+
+
+def check_tokenize(body: TokenizeBody) -> None:
+    """ApiError where it is not either a text or a conversation, or has fields of the other."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: need either a prompt or messages", param="prompt")
+    for name in OF_MESSAGES if body.messages is None else ():
+        if name in body.model_fields_set and getattr(body, name) is not None:
+            raise ApiError(400, f"{name}: need messages with it; leave it out", param=name)
+
+
+async def tokenize(
+    body: TokenizeBody, prompts: PromptReader, form: AnswerFormat, http: HttpRequest
+) -> bytes:
+    """Return the answer of POST /tokenize to a body that `check_tokenize` lets pass."""
+    special = body.add_special_tokens
+    if body.prompt is not None:
+        return await prompts.tokenize(body.prompt, http, adds_prefix=special is not False)
+    return await prompts.tokenize_messages(
+        read_messages(body),
+        read_tools(body, form),
+        http,
+        generation_prompt=body.add_generation_prompt,
+        adds_prefix=special is True,
     )

@@ -187,7 +187,7 @@ OWNED = {
     # a unix socket between a publisher and the readers of its device
     ("weights/transports/device/reader_connection.py", "_receive"): "the reader, or its end",
     ("weights/transports/device/reader_connection.py", "_serve"): "the device, which fills buckets",
-    ("weights/transports/device/part_source.py", "finish"): "the device, which fills a bucket",
+    ("weights/transports/device/served_part.py", "finish"): "the device, which fills a bucket",
     ("weights/transports/device/control.py", "answer"): "the socket's timeout",
     ("weights/transports/device/live_part.py", "fill"): "the device, which copies",
     ("weights/transports/device/group_part.py", "_read"): "the device, which copies",

@@ -23,7 +23,7 @@ from gyre.core.events import Emit
 from gyre.distributed.init import hold_store
 from gyre.weights.transports.device.broadcast_group import BroadcastGroup, GroupSeat
 from gyre.weights.transports.device.live_part import LivePart
-from gyre.weights.transports.device.part_source import CurrentPart
+from gyre.weights.transports.device.served_part import CurrentPart
 from gyre.weights.transports.part_layout import PartRange
 
 

@@ -16,7 +16,7 @@ from gyre.weights.transports.part_layout import PartRange, PlacedSegment, dtype_
 
 
 class LivePart:
-    """A PartSource: a part and the numbers of its segments, flat, of any dtype, on one device."""
+    """A ServedPart: a part and the numbers of its segments, flat, of any dtype, on one device."""
 
     takes_long = False
 
@@ -48,7 +48,7 @@ class LivePart:
         return torch.cuda.current_stream(out_N.device).record_event()
 
     def check(self) -> None:
-        """Nothing: the tensors are of the version as long as they may be read."""
+        """Do nothing: the tensors are of the version as long as they may be read."""
 
     def _pairs(self, stretch: PartRange, out_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield views of a stretch's place, and the numbers that belong there."""

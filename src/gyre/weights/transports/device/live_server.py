@@ -28,10 +28,9 @@ from gyre.weights.transports.device.broadcaster import Broadcaster
 from gyre.weights.transports.device.control import ControlRequest, peer_of, socket_name
 from gyre.weights.transports.device.cuda_ipc import CudaStaging, Staging
 from gyre.weights.transports.device.live_part import LivePart
-from gyre.weights.transports.device.part_source import CurrentPart, Filling, PartSource
 from gyre.weights.transports.device.reader_connection import ReaderConnection
 from gyre.weights.transports.device.reader_ring import Begin, ReaderRings
-from gyre.weights.transports.device.slot_part import SlotPart
+from gyre.weights.transports.device.served_part import CurrentPart, Filling, ServedPart, SlotPart
 from gyre.weights.transports.device.staging_ring import SEATS, Fill
 from gyre.weights.transports.part_layout import PlacedSegment
 
@@ -201,7 +200,7 @@ class LiveServer:
             hint="read it from its slot",
         )
 
-    def _hold(self, stack: ExitStack, *, epoch: int, version: int) -> PartSource:
+    def _hold(self, stack: ExitStack, *, epoch: int, version: int) -> ServedPart:
         """Keep the version's bytes as they are until the stack ends: those of the tensors, or else
         of the slot, once it is whole. InputError where neither has it."""
         try:

@@ -37,8 +37,8 @@ from gyre.weights.transports.device.control import (
     pack_answer,
     unpack_request,
 )
-from gyre.weights.transports.device.part_source import Filling
 from gyre.weights.transports.device.reader_ring import RingSeat
+from gyre.weights.transports.device.served_part import Filling
 from gyre.weights.transports.part_layout import ALIGN_BYTES, PartRange
 
 if TYPE_CHECKING:

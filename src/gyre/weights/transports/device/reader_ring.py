@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gyre.weights.transports.device.cuda_ipc import Staging
-from gyre.weights.transports.device.part_source import Filling
-from gyre.weights.transports.device.staging_ring import Fill, Lease, StagingRing
+from gyre.weights.transports.device.served_part import Filling
+from gyre.weights.transports.device.staging_ring import Fill, LentBucket, StagingRing
 
 LAG_S = 0.25  # that readers of one version wait for each other, all in all
 Begin = Callable[[Fill, Tensor], Filling]  # into a bucket
@@ -64,8 +64,8 @@ class ReaderRing:
             return self._ring.is_empty
 
     def take(self, seat: int, fill: Fill, begin: Begin) -> tuple[int, Filling]:
-        """Lease the bucket of these bytes, and begin to fill it where nobody has. Returns its
-        number, and what waits until it is filled."""
+        """Lease the bucket of these bytes, and begin to fill it unless the other reader has.
+        Returns its number, and what waits until it is filled."""
         with self._changed:
             lease = self._lease(seat, fill)
             self._changed.notify_all()
@@ -82,7 +82,7 @@ class ReaderRing:
     def free(self) -> None:
         self._staging.close()
 
-    def _lease(self, seat: int, fill: Fill) -> Lease:
+    def _lease(self, seat: int, fill: Fill) -> LentBucket:
         while (lease := self._ring.ask(seat, fill)) is None:
             self._changed.notify_all()  # it has released a bucket
             began_s = time.monotonic()

@@ -23,7 +23,7 @@ Fill = tuple[PartRange, ...]  # of one bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class LentBucket:
     """A bucket that a seat may read until it has asked for three more."""
 
     bucket: int
@@ -71,7 +71,7 @@ class StagingRing:
         """Let the seats go apart, for good: nothing is kept for either."""
         self._owed = None
 
-    def ask(self, seat: int, fill: Fill) -> Lease | None:
+    def ask(self, seat: int, fill: Fill) -> LentBucket | None:
         """Lease the bucket that has these bytes, or is to be filled with them. None while every
         bucket is read or kept for the other seat, which must ask first: ask again then."""
         leases = self._leases[seat]
@@ -86,16 +86,16 @@ class StagingRing:
         """Note that a bucket could not be filled."""
         self._contents[bucket] = None
 
-    def _given_before(self, seat: int, fill: Fill) -> Lease | None:
+    def _given_before(self, seat: int, fill: Fill) -> LentBucket | None:
         """Return what the seat ahead was given at the same place in its order, if it is this."""
         if not self._owed or seat == self._ahead:
             return None
         if self._contents[self._owed[0]] == fill:
-            return Lease(bucket=self._owed.popleft(), is_new=False)
+            return LentBucket(bucket=self._owed.popleft(), is_new=False)
         self.part()
         return None
 
-    def _find_or_overwrite(self, seat: int, fill: Fill) -> Lease | None:
+    def _find_or_overwrite(self, seat: int, fill: Fill) -> LentBucket | None:
         is_new = fill not in self._contents
         bucket = self._oldest_free() if is_new else self._contents.index(fill)
         if bucket is None and not self.is_together:
@@ -109,10 +109,10 @@ class StagingRing:
         if self._owed is not None:
             self._owed.append(bucket)
             self._ahead = seat
-        return Lease(bucket=bucket, is_new=is_new)
+        return LentBucket(bucket=bucket, is_new=is_new)
 
     def _oldest_free(self) -> int | None:
-        """Return the bucket that was filled first of those that nobody reads or is to read."""
+        """Return the bucket that was filled first of those that no reader has or is to have."""
         taken = {bucket for leases in self._leases.values() for bucket in leases}
         taken.update(self._owed or ())
         free = [bucket for bucket in range(self.num_buckets) if bucket not in taken]

@@ -28,8 +28,7 @@ from gyre.weights.transports.device.control import (
     ControlRequest,
 )
 from gyre.weights.transports.device.live_part import LivePart
-from gyre.weights.transports.device.part_source import Filling
-from gyre.weights.transports.device.slot_part import SlotPart
+from gyre.weights.transports.device.served_part import Filling, SlotPart
 from gyre.weights.transports.device.staging_ring import StagingRing
 from gyre.weights.transports.part_layout import PartRange
 from gyre.weights.transports.slot_header import HEADER_BYTES

@@ -1,8 +1,11 @@
-"""Part source: where a publisher has the bytes of a part, and bytes on their way into a bucket. In:
-the publisher's tensors, or its slot. Out: bytes of the part, as the slot has them.
+"""Served part: where a publisher has the bytes of a part, and bytes on their way into a bucket. In:
+the publisher's tensors (`live_part.py`), or its slot. Out: bytes of the part, as the slot has them.
 
 Tensors change at the trainer's next step, and a slot at the next version but one. So nothing reads
 them but under `reading`, and `withdraw` waits for what is being read.
+
+One copy of a page-locked slot fills a bucket on the publisher's GPU, on a stream of its own. So the
+bytes cross the link to the host once, however many readers the bucket has.
 """
 
 # N bytes
@@ -12,15 +15,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError, InputError
 from gyre.weights.transports.part_layout import PartRange
 
 
-class PartSource(Protocol):
+class ServedPart(Protocol):
     """A part of one version, in one place."""
 
     epoch: int
@@ -39,13 +44,50 @@ class PartSource(Protocol):
         ...
 
 
-Source = TypeVar("Source", bound=PartSource)
+Source = TypeVar("Source", bound=ServedPart)
+
+
+class SlotPart:
+    """A ServedPart over the bytes of a slot that is whole. Any thread may call."""
+
+    takes_long = True
+
+    def __init__(
+        self, *, epoch: int, version: int, bytes_N: Tensor, check: Callable[[], None]
+    ) -> None:
+        """`check` raises SnapshotError unless the slot has the version whole."""
+        self.epoch = epoch
+        self.version = version
+        self.size_bytes = len(bytes_N)
+        self.check = check
+        self._bytes_N = bytes_N
+
+    def begin(self, stretches: Sequence[PartRange], out_N: Tensor) -> Any:
+        """Copy the stretches, as the slot has them."""
+        self.check()  # also that the file was not cut: its pages would be gone
+        if not out_N.is_cuda:
+            self._copy(stretches, out_N)
+            return None
+        stream = _stream_of(out_N.device)
+        with torch.cuda.stream(stream):
+            self._copy(stretches, out_N)
+            return stream.record_event()
+
+    def _copy(self, stretches: Sequence[PartRange], out_N: Tensor) -> None:
+        for one in stretches:
+            out_N[one.at : one.end].copy_(self._bytes_N[one.start : one.stop], non_blocking=True)
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return a device's stream of these copies: the trainer's own wait for none of them."""
+    return torch.cuda.Stream(device)
 
 
 class Filling:
     """A bucket that is being filled, for the threads of all that wait for it."""
 
-    def __init__(self, source: PartSource, event: Any, let_go: Callable[[], None]) -> None:
+    def __init__(self, source: ServedPart, event: Any, let_go: Callable[[], None]) -> None:
         """`let_go`: of the source, which may change then. It may be called more than once."""
         self._source = source
         self._event = event
