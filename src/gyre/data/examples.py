@@ -20,6 +20,7 @@ from gyre.data.sources import Overlong, encode_prompts, read_split, report_loade
 from gyre.data.tasks import Check, answer_checker
 from gyre.data.traces import Trace, traced_tasks, write_trace
 from gyre.data.turns import read_response
+from gyre.text.messages import Message, as_turns
 from gyre.text.render import r1_response, render_example
 from gyre.text.tokenizer import Tokenizer, plain_chat
 
@@ -66,11 +67,11 @@ def tokenizer_texts(config: DataConfig, *, num_texts: int, emit: Emit) -> list[s
     texts = []
     for problem in split.train[:num_texts]:
         messages = (
-            [{"role": "user", "content": problem.prompt}]
+            (Message(role="user", content=problem.prompt),)
             if isinstance(problem.prompt, str)
             else problem.prompt
         )
-        system = [{"role": "system", "content": config.system}] if config.system else []
+        system = (Message(role="system", content=config.system),) if config.system else ()
         response = problem.fields.get(config.response_field, "")
         if procedural:
             trace = write_trace(problem.task)
@@ -84,7 +85,8 @@ def tokenizer_texts(config: DataConfig, *, num_texts: int, emit: Emit) -> list[s
                 problem.prompt,
             )
         texts.append(
-            plain_chat([*system, *messages]) + (response if isinstance(response, str) else "")
+            plain_chat(as_turns([*system, *messages]))
+            + (response if isinstance(response, str) else "")
         )
     return texts
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gyre.core.seeds import derive_seed
+from gyre.text.messages import Message, as_turns
 
 CUT_CHARS = 1 << 16
 _SPACE = re.compile(r"\s")
 
-Prompting = str | tuple[Mapping[str, str], ...]  # a text of the user, or a conversation
+Prompting = str | tuple[Message, ...]  # a text of the user, or a conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +46,7 @@ class Split:
 
 def prompt_key(prompt: Prompting) -> str:
     """Return the prompt's text with normalized white space: equal keys mean equal prompts."""
-    text = (
-        prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)
-    )
+    text = prompt if isinstance(prompt, str) else json.dumps(as_turns(prompt), sort_keys=True)
     return " ".join(piece for piece in (" ".join(part.split()) for part in _parts(text)) if piece)
 
 

@@ -154,7 +154,7 @@ def _batches(problems: Iterable[Problem]) -> Iterator[list[Problem]]:
 
 def _texts(problem: Problem) -> list[str]:
     prompt = problem.prompt
-    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return [prompt] if isinstance(prompt, str) else [turn.content for turn in prompt]
 
 
 def _last_text(problem: Problem) -> str:
@@ -163,7 +163,7 @@ def _last_text(problem: Problem) -> str:
 
 def _has_system(problem: Problem) -> bool:
     return not isinstance(problem.prompt, str) and any(
-        message["role"] == "system" for message in problem.prompt
+        turn.role == "system" for turn in problem.prompt
     )
 
 

@@ -1,5 +1,6 @@
 """Turns: the boundary between prompt and response of a row (pure). In: a row and the names of its
-fields. Out: the prompt without the response, or an InputError that explains the ambiguity.
+fields. Out: the prompt without the response, its turns as Message records, or an InputError that
+explains the ambiguity.
 
     prompt field                     prompt
     a text                           the text; refused when the same field is read as answer or
@@ -19,6 +20,7 @@ from typing import Any
 from gyre.core.errors import InputError
 from gyre.data.config import DataConfig
 from gyre.data.problems import Prompting
+from gyre.text.messages import Message
 
 MODEL = "assistant"
 ASKING = (
@@ -57,7 +59,7 @@ def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Promp
                 "response",
             )
         return prompt
-    if prompt[-1]["role"] != MODEL:
+    if prompt[-1].role != MODEL:
         return prompt
     others = [
         name
@@ -87,8 +89,8 @@ def read_prompt(value: Any, where: str, field: str) -> Prompting:
         return value
     if isinstance(value, list) and value and all(is_message(item) for item in value):
         _refuse_left_out(value, CALLS, where, field)
-        turns = tuple({"role": item["role"], "content": item["content"]} for item in value)
-        return turns if turns[-1]["role"] == MODEL else _asking(turns, where, field)
+        turns = tuple(Message(role=item["role"], content=item["content"]) for item in value)
+        return turns if turns[-1].role == MODEL else _asking(turns, where, field)
     raise InputError(
         f"{where}: field '{field}' holds {short(value)}; need a text or a list of messages",
         hint='a message is {"role": "user", "content": "…"}; empty prompts are refused',
@@ -111,11 +113,9 @@ def read_response(
             hint=f"set data.{key} to the field with the response, or repair the row",
         )
     _refuse_left_out(value[-1:], CALLS + REASONING, where, field)
-    before = [{"role": item["role"], "content": item["content"].strip()} for item in value[:-1]]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if before and before != [
-        {"role": item["role"], "content": item["content"].strip()} for item in asked
-    ]:
+    before = [(item["role"], item["content"].strip()) for item in value[:-1]]
+    asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    if before and before != [(turn.role, turn.content.strip()) for turn in asked]:
         raise InputError(
             f"{where}: the turns before the last one in field '{field}' are not the prompt",
             hint=f'set data.prompt_field = "{field}" to take the prompt from there, or leave only '
@@ -177,7 +177,7 @@ def _shared_turns(
             hint="set data.prompt_field to a field with the prompt, or give whole conversations "
             "in both fields",
         )
-    if chosen[-1]["role"] != MODEL or rejected[-1]["role"] != MODEL or chosen[:-1] != rejected[:-1]:
+    if chosen[-1].role != MODEL or rejected[-1].role != MODEL or chosen[:-1] != rejected[:-1]:
         raise InputError(
             f"{where}: '{pair[0]}' and '{pair[1]}' are no two answers to one conversation: need "
             "the same turns, and a "
@@ -188,11 +188,9 @@ def _shared_turns(
     return _asking(chosen[:-1], where, pair[0])
 
 
-def _asking(
-    turns: tuple[Mapping[str, str], ...], where: str, field: str
-) -> tuple[Mapping[str, str], ...]:
+def _asking(turns: tuple[Message, ...], where: str, field: str) -> tuple[Message, ...]:
     """Return turns that the model can respond to."""
-    last = turns[-1]["role"] if turns else None
+    last = turns[-1].role if turns else None
     if last in ASKING:
         return turns
     got = f"a turn of '{last}'" if turns else "nothing"

@@ -65,7 +65,7 @@ class Message:
         return turn
 
 
-AnyMessage = Message | Mapping[str, Any]  # a record, or a row of a data file
+AnyMessage = Message | Mapping[str, Any]  # a record, or a turn as a template takes it
 
 
 def as_turns(messages: Iterable[AnyMessage]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from gyre.data.problems import (
     split_by_file,
     split_by_hash,
 )
+from gyre.text.messages import Message
 
 PROMPTS = st.lists(st.text("ab \n", min_size=1, max_size=5), max_size=30)
 FRACTIONS = st.floats(0.0, 0.99)
@@ -85,8 +86,7 @@ def test_sides_of_known_prompts_never_change() -> None:
 
 
 def test_conversations_have_keys_too() -> None:
-    one = ({"role": "user", "content": "a  b"},)
-    same = ({"content": "a b", "role": "user"},)
-    assert (
-        prompt_key(one) == prompt_key(same) != prompt_key(({"role": "system", "content": "a b"},))
-    )
+    """The text of a key decides a prompt's side, so it stays as it is."""
+    one, same = (Message(role="user", content=text) for text in ("a  b", "a b"))
+    assert prompt_key((one,)) == prompt_key((same,)) == '[{"content": "a b", "role": "user"}]'
+    assert prompt_key((one,)) != prompt_key((Message(role="system", content="a b"),))

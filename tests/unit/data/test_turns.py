@@ -15,6 +15,8 @@ from gyre.data.examples import load_examples
 from gyre.data.pairs import load_pairs
 from gyre.data.problems import prompt_key
 from gyre.data.sources import load_prompts
+from gyre.data.turns import take_prompt
+from gyre.text.messages import Message
 from unit.data.test_sources import Events, write_jsonl
 from unit.text.test_tokenizer import TOKENIZER
 
@@ -47,6 +49,11 @@ def test_a_conversation_is_split_before_its_last_turn(
     (prompt,) = load_prompts(both, TOKENIZER, emit=events).train
     assert "SECRET" not in prompt.text and prompt.text.endswith(turns[-2]["content"] + "\n")
     assert events.named("data.loaded")[0]["split_turns"] == 1
+
+
+def test_turns_are_the_records_that_chat_and_serving_have() -> None:
+    asked = take_prompt({"prompt": FOUR}, "rows.jsonl:1", DataConfig(source="jsonl", path="x"))
+    assert asked == tuple(Message(**turn) for turn in FOUR[:3])
 
 
 @pytest.mark.parametrize("prompt_field", ["prompt", "chosen", "rejected"])
