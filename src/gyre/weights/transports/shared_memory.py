@@ -59,10 +59,14 @@ class _OwnedSlot:
         if not self._is_open:
             raise SnapshotError(f"{name} was closed by its publisher", hint=AGAIN)
         # bytes past the end of a file that was cut would end this process (SIGBUS)
-        room = os.fstat(self.handle).st_size - HEADER_BYTES
+        try:
+            room = os.fstat(self.handle).st_size - HEADER_BYTES
+            head = os.pread(self.handle, HEADER_BYTES, 0)
+        except OSError as error:
+            raise SnapshotError(f"{name} cannot be read: {error}", hint=AGAIN) from error
         if room < whole.size_bytes:
             raise SnapshotError(f"{name} was cut to {room} bytes", hint=AGAIN)
-        still_whole(os.pread(self.handle, HEADER_BYTES, 0), name, whole)
+        still_whole(head, name, whole)
 
     def close(self) -> None:
         self._is_open = False

@@ -149,10 +149,13 @@ class LiveServer:
         def run() -> None:
             try:
                 with reading, self._beside_readers():
-                    write()
+                    try:
+                        write()
+                    except BaseException:
+                        self._slots.withdraw()  # who waits for it is told
+                        raise
             except (GyreError, OSError, RuntimeError) as error:
                 self._emit("weights.slot_failed", version=version, error=str(error))
-                self._slots.withdraw()  # who waits for it is told
 
         threading.Thread(target=run, name="write-slot", daemon=True).start()
         return True
@@ -171,8 +174,17 @@ class LiveServer:
 
     def end_version(self) -> None:
         """Serve nothing any more; returns when nothing reads tensors or slot. DeadlineError."""
-        self.current.withdraw()
-        self._slots.withdraw()
+        self.rings.retire()
+        try:
+            self.current.withdraw()
+        finally:
+            self._slots.withdraw()
+
+    def await_version(self, *, epoch: int, version: int) -> None:
+        """Return once the version's bytes are in the tensors, or whole in the slot. InputError
+        where neither has it."""
+        with ExitStack() as stack:
+            self._hold(stack, epoch=epoch, version=version)
 
     def filling(self, *, epoch: int, version: int) -> Begin:
         """Return what begins to fill a bucket with a version's bytes. It raises InputError where
@@ -216,7 +228,12 @@ class LiveServer:
             was_closed, self._closed = self._closed, True
         if was_closed:
             return
-        self.end_version()
+        try:
+            self.end_version()
+        finally:
+            self._end_connections()
+
+    def _end_connections(self) -> None:
         self.broadcaster.close()
         self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._accepting.join(self._deadline_s)

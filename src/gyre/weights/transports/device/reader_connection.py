@@ -55,6 +55,7 @@ class ReaderConnection:
         self.reader = b""
         self.epoch = -1
         self.version = -1
+        self._part_bytes = 0
         self._is_open = False
         self._place: RingSeat | None = None  # among the readers of staging buckets
         self._num_waiting = 0  # fills that the second thread has yet to answer
@@ -86,17 +87,24 @@ class ReaderConnection:
             self._lose_device(error)
         finally:
             self._answering.shutdown()  # once what is being filled is there
-            self._leave_ring()
-            self._server.broadcaster.leave(self, reason)
-            self._server.forget(self)
-            self._socket.close()
+            try:
+                self._leave_ring()
+            except (GyreError, RuntimeError) as error:  # of the device
+                self._server.note_lost(self.peer, error)
+            finally:
+                self._server.broadcaster.leave(self, reason)
+                self._server.forget(self)
+                self._socket.close()
 
     def _leave_ring(self) -> None:
         """Give the staging buckets back, now that the reader has closed them, or ended. If this
-        side hung up first, their memory stays until the process ends."""
-        if self._place is not None:
-            frees = self._is_sound and not self._server.is_closed
-            self._server.rings.leave(self._place, frees=frees)
+        side hung up first, the reader may still copy them."""
+        if self._place is None:
+            return
+        if self._is_sound and not self._server.is_closed:
+            self._server.rings.leave(self._place)
+        else:
+            self._place.ring.abandon()
 
     def _lose_device(self, error: Exception) -> None:
         self._is_sound = False
@@ -161,6 +169,7 @@ class ReaderConnection:
         if self._is_open:
             raise InputError("a connection opens one part, and this one has")
         self.reader, self.epoch, self.version = request.reader, request.epoch, request.version
+        self._part_bytes = request.part_bytes
         handle, num_buckets = b"", 0
         if scheme in GROUP_SCHEMES:
             server.broadcaster.enter(self)
@@ -174,11 +183,16 @@ class ReaderConnection:
     def _fill(self, stretches: tuple[PartRange, ...]) -> None:
         """Have stretches of the part in a bucket, and say in which."""
         place, server = self._place, self._server
-        if place is None or not can_fill(stretches, server.bucket_bytes):
-            raise InputError(f"{len(stretches)} stretches cannot be filled in: they are no bucket")
+        if place is None or not can_fill(stretches, server.bucket_bytes, self._part_bytes):
+            raise InputError(
+                f"{len(stretches)} stretches cannot be filled in: they are no bucket of a part of "
+                f"{self._part_bytes} bytes"
+            )
         if self._num_waiting >= STAGING_BUCKETS:
             raise InputError(f"more than {STAGING_BUCKETS} buckets were asked for at once")
-        begin = server.filling(epoch=self.epoch, version=self.version)
+        of_version = {"epoch": self.epoch, "version": self.version}
+        server.await_version(**of_version)  # here, where no other reader waits for this one
+        begin = server.filling(**of_version)
         bucket, filling = place.ring.take(place.seat, stretches, begin)
         if filling.takes_long or self._num_waiting:
             with self._sending:
@@ -192,7 +206,7 @@ class ReaderConnection:
             answer = _answer_filled(bucket, filling)
         except GyreError as error:
             answer = _refusal(error)
-        except RuntimeError as error:  # of the device
+        except (RuntimeError, OSError) as error:  # of the device, or of the slot's file
             self._lose_device(error)
             self.close()
             return
@@ -205,11 +219,13 @@ class ReaderConnection:
             self._socket.sendall(pack_answer(answer))
 
 
-def can_fill(stretches: Sequence[PartRange], bucket_bytes: int) -> bool:
-    """Return whether stretches follow each other, at lines of 64 bytes, in a bucket."""
+def can_fill(stretches: Sequence[PartRange], bucket_bytes: int, part_bytes: int) -> bool:
+    """Return whether stretches of a part follow each other, at lines of 64 bytes, in a bucket."""
     end = 0
     for one in stretches:
-        if one.at < end or one.start >= one.stop or one.at % ALIGN_BYTES or one.start % ALIGN_BYTES:
+        if one.at < end or not one.start < one.stop <= part_bytes:
+            return False
+        if one.at % ALIGN_BYTES or one.start % ALIGN_BYTES:
             return False
         end = one.end
     return 0 < end <= bucket_bytes

@@ -3,7 +3,8 @@ each reader asks for. Out: a bucket of it, filled once for both while they go to
 
     reader's thread   asks; fills, or finds filled; waits while the other is behind.
                       Woken by the other one's next request or end, or LAG_S.
-    last reader       frees the buckets, which all readers have closed then.
+    last reader       frees the buckets, which all readers have closed then. Where the publisher
+                      hung up first, they stay until its process ends.
 """
 
 # N bytes
@@ -63,6 +64,12 @@ class ReaderRing:
             self._changed.notify_all()
             return self._ring.is_empty
 
+    def abandon(self) -> None:
+        """Keep the buckets of a reader that may still copy them, for good."""
+        with self._changed:
+            self._ring.part()
+            self._changed.notify_all()
+
     def take(self, seat: int, fill: Fill, begin: Begin) -> tuple[int, Filling]:
         """Lease the bucket of these bytes, and begin to fill it unless the other reader has.
         Returns its number, and what waits until it is filled."""
@@ -118,7 +125,7 @@ class ReaderRings:
         self._num_seats = num_seats
         self._bucket_bytes = bucket_bytes
         self._on_apart = on_apart
-        self._rings: list[ReaderRing] = []
+        self._rings: list[ReaderRing] = []  # that further readers of their version may enter
         # held while memory is allocated: a second reader shares it
         self._lock = threading.Lock()
 
@@ -137,15 +144,19 @@ class ReaderRings:
             self._rings.append(ring)
             return RingSeat(ring=ring, seat=seat)
 
-    def leave(self, place: RingSeat, *, frees: bool) -> None:
-        """Give a place back. With `frees` the last reader's end frees the memory; else it stays
-        until the process ends, since readers may have it open still."""
+    def leave(self, place: RingSeat) -> None:
+        """Give a place back. The last reader's end frees the memory."""
         with self._lock:
             if not place.ring.leave(place.seat):
                 return
-            self._rings.remove(place.ring)
-        if frees:
-            place.ring.free()
+            if place.ring in self._rings:
+                self._rings.remove(place.ring)
+        place.ring.free()
+
+    def retire(self) -> None:
+        """Let nobody else into the rings: the same version may be registered again."""
+        with self._lock:
+            self._rings.clear()
 
     def _make(self, epoch: int, version: int) -> ReaderRing:
         ring = StagingRing(self._num_seats)

@@ -88,10 +88,11 @@ class Filling:
     """A bucket that is being filled, for the threads of all that wait for it."""
 
     def __init__(self, source: ServedPart, event: Any, let_go: Callable[[], None]) -> None:
-        """`let_go`: of the source, which may change then. It may be called more than once."""
+        """`let_go`: of the source, which may change then."""
         self._source = source
         self._event = event
-        self._let_go = let_go
+        self._let_go: Callable[[], None] | None = let_go
+        self._lock = threading.Lock()
 
     @property
     def takes_long(self) -> bool:
@@ -102,9 +103,12 @@ class Filling:
         try:
             if self._event is not None:
                 self._event.synchronize()
+            self._source.check()
         finally:
-            self._let_go()
-        self._source.check()
+            with self._lock:
+                let_go, self._let_go = self._let_go, None
+            if let_go is not None:
+                let_go()
 
 
 class CurrentPart(Generic[Source]):
@@ -131,8 +135,9 @@ class CurrentPart(Generic[Source]):
 
     def has(self, *, epoch: int, version: int) -> bool:
         """Return whether the version is there, or comes."""
-        part = self._part
-        found = self._coming if part is None else (part.epoch, part.version)
+        with self._changed:
+            part = self._part
+            found = self._coming if part is None else (part.epoch, part.version)
         return found == (epoch, version)
 
     @contextmanager

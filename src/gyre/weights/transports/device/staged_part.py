@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gyre.core.errors import GyreError
 from gyre.weights.transports.addresses import LIVE_SCHEMES, PartAddress
 from gyre.weights.transports.device.control import (
     CHECK,
@@ -71,7 +70,7 @@ class StagedPart:
             )
             self.lends_bytes, self._num_buckets, *_ = answer.numbers
             self._staging = open_staging(self._num_buckets * self.lends_bytes, answer.text)
-        except GyreError:
+        except BaseException:
             self._link.close()
             raise
 
@@ -105,14 +104,17 @@ class StagedPart:
             torch.cuda.current_stream(out_N.device).synchronize()
 
     def check(self) -> None:
+        self._note_copied()
         while self._asked:  # for a read that was given up
             self._take()
         self._link.ask(ControlRequest(op=CHECK))
 
     def close(self) -> None:
         # before the publisher, which sees that the link has ended, frees the memory
-        self._staging.close()
-        self._link.close()
+        try:
+            self._staging.close()
+        finally:
+            self._link.close()
 
     def _first_fill(self, stretches: Sequence[PartRange]) -> Fill:
         """Return what is asked for first of a bucket that may be larger than the staging ones."""

@@ -47,7 +47,7 @@ def test_a_request_is_read_as_it_was_written(stretches):
 def test_a_bucket_is_cut_into_buckets_of_the_same_bytes(stretches, most_bytes):
     found: dict[int, int] = {}  # byte of the whole bucket → byte of the part
     for base, cut in cut_stretches(stretches, most_bytes):
-        assert can_fill(cut, most_bytes)
+        assert can_fill(cut, most_bytes, max(one.stop for one in stretches))
         for one in cut:
             places = range(base + one.at, base + one.end)
             found |= dict(zip(places, range(one.start, one.stop), strict=True))
@@ -60,8 +60,10 @@ def test_a_bucket_is_cut_into_buckets_of_the_same_bytes(stretches, most_bytes):
 
 @given(buckets())
 def test_what_fits_is_a_bucket(stretches):
-    size_bytes = bucket_size(stretches)
-    assert can_fill(stretches, size_bytes) and not can_fill(stretches, size_bytes - 1)
+    size_bytes, part_bytes = bucket_size(stretches), max(one.stop for one in stretches)
+    assert can_fill(stretches, size_bytes, part_bytes)
+    assert not can_fill(stretches, size_bytes - 1, part_bytes)
+    assert not can_fill(stretches, size_bytes, part_bytes - 1)
 
 
 ONE, NEXT = PartRange(start=64, stop=200, at=0), PartRange(start=640, stop=704, at=192)
@@ -76,9 +78,18 @@ ONE, NEXT = PartRange(start=64, stop=200, at=0), PartRange(start=640, stop=704, 
         (ONE, replace(NEXT, start=650)),
         (ONE, replace(NEXT, at=200)),
         (ONE, replace(NEXT, stop=640)),
+        (ONE, replace(NEXT, stop=705)),
     ],
-    ids=["none", "in no order", "over each other", "not from a line", "not to a line", "empty"],
+    ids=[
+        "none",
+        "in no order",
+        "over each other",
+        "not from a line",
+        "not to a line",
+        "empty",
+        "past the part",
+    ],
 )
 def test_anything_else_is_none(wrong):
-    assert can_fill((ONE, NEXT), 1 << 20)
-    assert not can_fill(wrong, 1 << 20)
+    assert can_fill((ONE, NEXT), 1 << 20, 704)
+    assert not can_fill(wrong, 1 << 20, 704)

@@ -183,6 +183,7 @@ class CountedMemory(Memory):
         self._size_bytes = size_bytes
 
     def close(self) -> None:
+        self.bytes_N.fill_(0xFF)  # who reads it still would see
         super().close()
         self.held.remove(self._size_bytes)
 
