@@ -149,7 +149,7 @@ class Request:
     chunk_tokens: int = 1  # tokens per TokenChunk; 0 means one chunk at the end
     partials: tuple[Partial, ...] = ()
     traced: bool = False  # its chunks tell when each piece of its known tokens was computed
-    resumed: bool = False  # an engine that is lost had it: a full queue refuses it no more
+    resumed: bool = False  # a lost engine had admitted it: a full queue refuses it no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

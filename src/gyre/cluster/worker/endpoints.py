@@ -73,8 +73,9 @@ class EngineEndpoint:
         self._told: asyncio.Event | None = None
         self._readers: set[asyncio.Task[None]] = set()
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests in together, in order."""
+    async def submit(self, requests: Sequence[Request]) -> tuple[str, ...]:
+        """Take requests in together, in order. Return those that are admitted: what is refused is
+        answered by then, and a poll tells how."""
         if not self._unanswered:
             self._rollout = self._activities.begin("rollout")
         streams = [self.engine.submit(request) for request in requests]  # no await between
@@ -83,6 +84,8 @@ class EngineEndpoint:
             reader = asyncio.create_task(self._read(request, stream))
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
+        pairs = zip(requests, streams, strict=True)
+        return tuple(request.request_id for request, stream in pairs if stream.unfinished)
 
     async def poll(self) -> News:
         """Return what came since the last poll; waits a moment for something. One poller at a
