@@ -69,7 +69,8 @@ class TextDelta:
     versions: np.ndarray  # int32 [c], of the weights that chose each token
     top_ids: np.ndarray | None  # int32 [c, K]
     top_logprobs: np.ndarray | None  # float32 [c, K]
-    finish: str | None  # "stop" or "length"
+    finish: str | None  # "stop" or "length"; None also where it ends without an answer
+    is_last: bool  # of its completion, which has ended
     prompt_logprobs: PromptLogprobs | None = None  # in the first piece, where asked for
 
 
@@ -207,7 +208,7 @@ async def pieces(
 ) -> AsyncIterator[TextDelta]:
     """Yield the text of the completions as it can be sent, and count into `usage`. It has those
     special tokens that are in `kept_ids`. ApiError where the engine ends one without an answer,
-    after a piece with what was chosen until then. With `prompt_only` the chosen tokens are left
+    after a last piece of each that had begun, with what was chosen until then. With `prompt_only` the chosen tokens are left
     out."""
     texts: dict[int, AnswerText] = {}
     async for chunk in _unless_lost(stream):
@@ -217,12 +218,13 @@ async def pieces(
         usage.completion_tokens += len(chunk.tokens)  # also of one that ends without an answer
         is_answer = chunk.finish in (None, "stop", "length")
         text = texts.get(chunk.index)
+        has_begun = text is not None
         if text is None:
             text = texts[chunk.index] = AnswerText(
                 tokenizer, request.sampling.stop, kept_ids=kept_ids
             )
         new_text = text.push(chunk.tokens, chunk.finish)
-        if is_answer or new_text or len(chunk.tokens):
+        if is_answer or has_begun or new_text or len(chunk.tokens):
             yield TextDelta(
                 index=chunk.index,
                 text=new_text,
@@ -232,6 +234,7 @@ async def pieces(
                 top_ids=chunk.top_ids,
                 top_logprobs=chunk.top_logprobs,
                 finish=chunk.finish if is_answer else None,
+                is_last=chunk.finish is not None,
                 prompt_logprobs=chunk.prompt_logprobs,
             )
         if not is_answer:
