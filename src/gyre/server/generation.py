@@ -26,6 +26,7 @@ from gyre.text.prompt_bounds import check_chars, encode_within, too_long
 from gyre.text.tokenizer import Tokenizer
 
 ALL_TOKENS = -1  # top_k of a client that was written for vLLM
+ENDED_TOGETHER = ("deadline", "abort")  # ends of every completion of a request at once
 MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
 
@@ -211,7 +212,10 @@ async def pieces(
     after a last piece of each that had begun, with what was chosen until then. With `prompt_only` the chosen tokens are left
     out."""
     texts: dict[int, AnswerText] = {}
+    error: ApiError | None = None  # the first one
     async for chunk in _unless_lost(stream):
+        if error is not None and chunk.finish is None:
+            break  # others go on, and are aborted
         usage.versions.update(chunk.versions.tolist())
         if prompt_only:
             chunk = _without_tokens(chunk)
@@ -238,7 +242,11 @@ async def pieces(
                 prompt_logprobs=chunk.prompt_logprobs,
             )
         if not is_answer:
-            raise _end_error(chunk)
+            error = error or _end_error(chunk)
+            if chunk.finish not in ENDED_TOGETHER:
+                break
+    if error is not None:
+        raise error
 
 
 def _without_tokens(chunk: TokenChunk) -> TokenChunk:

@@ -229,6 +229,31 @@ def test_what_a_parser_holds_is_sent_before_the_error_event(form, text, expected
 
 
 @pytest.mark.parametrize("finished", ["deadline", "abort"])
+def test_each_completion_that_had_begun_is_sent_before_the_error_event(finished) -> None:
+    engine = OneToken(say(BEGUN_CALL, finished, n=3), 0)
+    answer, _ = chat(engine, stream=True, form=HERMES, tools=[TOOL], n=3)
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert "error" in rows[-1] and len(engine.aborted) == 1
+    told = dict.fromkeys(range(3), "")
+    for row in rows[:-1]:
+        (choice,) = row["choices"]
+        told[choice["index"]] += choice["delta"].get("content", "")
+    assert told == dict.fromkeys(range(3), BEGUN_CALL)
+
+
+def test_an_error_does_not_wait_for_completions_that_go_on() -> None:
+    def end(stream: TokenStream, name: str) -> None:
+        stream.push(TokenChunk.end(name, 0, "abort", "1 s have passed"))
+        stream.push(chunk_of(name, "what", index=1))
+
+    engine = OneToken(end, 1)
+    answer, _ = chat(engine, stream=True, n=2)
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert "error" in rows[-1] and len(engine.aborted) == 1
+    assert "what" not in answer.text
+
+
+@pytest.mark.parametrize("finished", ["deadline", "abort"])
 def test_an_answer_in_one_body_is_whole_or_an_error(finished) -> None:
     answer, _ = chat(OneToken(end_with("ne", finished), 1))
     assert answer.status_code == {"deadline": 504, "abort": 503}[finished]
