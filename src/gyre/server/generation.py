@@ -39,9 +39,11 @@ class Renderer(Protocol):
         tools: Sequence[Tool],
         *,
         generation_prompt: bool = True,
+        most_tokens: int | None = None,
     ) -> np.ndarray:
         """Return int32 ids up to the model's turn, whose beginning is left out without
-        `generation_prompt`. InputError or ConfigError for what the template does not show."""
+        `generation_prompt`. InputError or ConfigError for what the template does not show,
+        PromptTooLong for what certainly has more than `most_tokens`; None is the context."""
         ...
 
 

@@ -133,6 +133,16 @@ def test_a_prompt_costs_a_completion_what_tokenize_counts(folders, tmp_path) -> 
     assert counted == read
 
 
+@pytest.mark.parametrize("kind", ["llama", "tools"])
+def test_a_conversation_beyond_the_context_is_counted_as_a_text_is(folders, tmp_path, kind) -> None:
+    text = "1 2 " * (4 * CONTEXT)
+    model = serve(folders[kind], tmp_path)
+    conversation, plain = ask(
+        model, {"messages": [{"role": "user", "content": text}]}, {"prompt": text}
+    )
+    assert len(tokens_of(conversation)) > len(tokens_of(plain)) > CONTEXT
+
+
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
@@ -151,7 +161,7 @@ def test_a_prompt_costs_a_completion_what_tokenize_counts(folders, tmp_path) -> 
         ({"prompt": "a", "return_token_strs": True}, "return_token_strs", "unknown field"),
         ({"messages": TURNS, "continue_final_message": True}, "continue_final_message", "unknown"),
         ({"messages": TURNS, "chat_template": "{{ 1 }}"}, "chat_template", "its own template"),
-        ({"messages": [{"role": "user", "content": "x" * (1 << 21)}]}, "messages", str(CONTEXT)),
+        ({"messages": [{"role": "user", "content": "x" * (1 << 21)}]}, "messages", "131072 tokens"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(folders, tmp_path, body, param, said) -> None:
