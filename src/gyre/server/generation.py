@@ -211,8 +211,8 @@ async def pieces(
 ) -> AsyncIterator[TextDelta]:
     """Yield the text of the completions as it can be sent, and count into `usage`. It has those
     special tokens that are in `kept_ids`. ApiError where the engine ends one without an answer,
-    after a last piece of each that had begun, with what was chosen until then. With `prompt_only` the chosen tokens are left
-    out."""
+    after a last piece of each that had begun, with what was chosen until then. With
+    `prompt_only` the chosen tokens are left out."""
     texts: dict[int, AnswerText] = {}
     error: ApiError | None = None  # the first one
     async for chunk in _unless_lost(stream):

@@ -217,7 +217,7 @@ def check_tokenize(body: TokenizeBody) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: need either a prompt or messages", param="prompt")
     for name in OF_MESSAGES if body.messages is None else ():
-        if name in body.model_fields_set and getattr(body, name) is not None:
+        if getattr(body, name) != TokenizeBody.model_fields[name].default:
             raise ApiError(400, f"{name}: need messages with it; leave it out", param=name)
 
 
