@@ -200,12 +200,13 @@ def add_usage(parts: Sequence[Mapping[str, Usage]]) -> dict[str, Usage]:
 
 def add_stats(parts: Sequence[EngineStats], *, refused: int, version: int) -> EngineStats:
     """Counters and gauges of several engines together, whose pages are of one size."""
-    own = ("refused", "version", "prefix_page_tokens")
+    own = ("refused", "version", "page_tokens", "prefix_page_tokens")
     names = [name for name in EngineStats.__dataclass_fields__ if name not in own]
     sums = {name: int(np.sum([getattr(part, name) for part in parts])) for name in names}
     return EngineStats(
         **sums,
         refused=refused + sum(part.refused for part in parts),
         version=version,
+        page_tokens=max((part.page_tokens for part in parts), default=0),
         prefix_page_tokens=max((part.prefix_page_tokens for part in parts), default=0),
     )
