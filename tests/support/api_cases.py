@@ -79,7 +79,9 @@ def reverse(request: Request, index: int, version: int) -> Sequence[int]:
     ]
 
 
-def render(messages: Any, tools: Any, *, generation_prompt: bool = True) -> np.ndarray:
+def render(
+    messages: Any, tools: Any, *, generation_prompt: bool = True, most_tokens: int | None = None
+) -> np.ndarray:
     return TOKENIZER.encode("".join(message.content or "" for message in messages))
 
 

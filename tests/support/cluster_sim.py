@@ -74,6 +74,7 @@ class SimEngine:
         self.news: tuple[list[TokenChunk], list[str]] = ([], [])
         self.steps = 0
         self.page_tokens, self.num_pages = 0, 0  # of its prefix cache
+        self.is_full = False  # it refuses every request
         self.stale: list[str] = []  # requests that came while it held older weights than the pool
 
     # WorkerHandle
@@ -166,7 +167,7 @@ class SimEngine:
     def _rollback(self, call: Call) -> None:
         self.prepared = None
 
-    def _submit(self, call: Call, requests: tuple[Request, ...]) -> None:
+    def _submit(self, call: Call, requests: tuple[Request, ...]) -> tuple[str, ...]:
         for request in requests:
             if self.version is None or self.version < call.asked_version:
                 self.stale.append(request.request_id)
@@ -181,6 +182,9 @@ class SimEngine:
                 request,
                 {index: begun.get(index, 0) for index in range(request.sampling.n)},
             )
+            if self.is_full:
+                self.end_request(request.request_id, "refused")
+        return tuple(one.request_id for one in requests if one.request_id in self.running)
 
     def _poll(self, call: Call) -> News:
         (chunks, ended), self.news = self.news, ([], [])

@@ -16,6 +16,8 @@ import yaml
 from etcd_process import free_ports
 
 START_S = 30.0
+END_S = 20.0
+PORT_TAKEN = "address already in use"  # by another process, since `free_ports` looked
 
 
 def find_tool(name: str) -> str:
@@ -33,9 +35,18 @@ class PrometheusProcess:
         """`config` is what prometheus.yml says; its rule files are found from its own folder."""
         tool = find_tool("prometheus")
         folder.mkdir(exist_ok=True)
-        (port,) = free_ports(1)
         self._log = folder / "prometheus.log"
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        try:
+            self._start(tool, folder)
+        except AssertionError:
+            if PORT_TAKEN not in self.log():
+                raise
+            self._start(tool, folder)
+
+    def _start(self, tool: str, folder: Path) -> None:
+        """Leaves no process where it fails."""
+        (port,) = free_ports(1)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [tool, f"--config.file={folder / 'prometheus.yml'}",
@@ -44,7 +55,11 @@ class PrometheusProcess:
                 stdout=log, stderr=log,
             )  # fmt: skip
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
-        self._await_ready()
+        try:
+            self._await_ready()
+        except BaseException:
+            self.close()
+            raise
 
     def _await_ready(self) -> None:
         ends_s = time.monotonic() + START_S
@@ -76,4 +91,8 @@ class PrometheusProcess:
     def close(self) -> None:
         self._client.close()
         self.process.terminate()
-        self.process.wait(20)
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(END_S)

@@ -149,7 +149,7 @@ class Request:
     chunk_tokens: int = 1  # tokens per TokenChunk; 0 means one chunk at the end
     partials: tuple[Partial, ...] = ()
     traced: bool = False  # its chunks tell when each piece of its known tokens was computed
-    resumed: bool = False  # an engine that is lost had it: a full queue refuses it no more
+    resumed: bool = False  # a lost engine had admitted it: a full queue refuses it no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +418,8 @@ class EngineStats:
     recomputed_tokens: int = 0  # computed a second time after a preemption
     host_pages_used: int = 0
     host_pages_total: int = 0
-    prefix_page_tokens: int = 0  # tokens of a page in the prefix cache; 0 where there is none
+    page_tokens: int = 0  # tokens of a KV page; 0 where that is not known
+    prefix_page_tokens: int = 0  # the same of a page in the prefix cache; 0 where there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,6 +154,7 @@ class NativeEngine:
             steps=counters.steps,
             pages_used=0 if state is None else state.pages.num_used,
             pages_total=worker.memory.num_pages,
+            page_tokens=self._config.page_tokens,
             prefix_page_tokens=self._config.page_tokens if self._config.prefix_cache else 0,
             version=worker.weights.version,
         )

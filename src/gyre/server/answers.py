@@ -95,7 +95,7 @@ class ChatAnswer:
     def _parse(self, piece: TextDelta) -> AnswerDelta:
         if piece.index not in self._parsers:
             self._parsers[piece.index] = self._make_parser()
-        return self._parsers[piece.index].push(piece.text, is_last=piece.finish is not None)
+        return self._parsers[piece.index].push(piece.text, is_last=piece.is_last)
 
     def _finish(self, piece: TextDelta) -> str | None:
         """Return why the completion ended, after its last piece was parsed."""

@@ -46,7 +46,7 @@ from gyre.server.conversation import read_messages, read_tools
 from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generate import open_generation
 from gyre.server.generation import ServedModel, TokenUsage, check_top, find_session, make_request
-from gyre.server.metrics.measured import SOURCE, MeasuredApp
+from gyre.server.metrics.measured import REFUSED_STATUS, SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
 from gyre.server.prompt_reader import ClientGone, PromptReader, check_tokenize, tokenize
@@ -327,7 +327,8 @@ def make_handlers(service: Service) -> Handlers:
         return NoAnswer()
 
     async def count_gone(http: HttpRequest, error: Exception) -> Response:
-        service.metrics.disconnects.inc()
+        if REFUSED_STATUS not in http.scope:  # the client has an answer, and may be there
+            service.metrics.disconnects.inc()
         return NoAnswer()
 
     return {

@@ -26,6 +26,7 @@ from gyre.text.prompt_bounds import check_chars, encode_within, too_long
 from gyre.text.tokenizer import Tokenizer
 
 ALL_TOKENS = -1  # top_k of a client that was written for vLLM
+ENDED_TOGETHER = ("deadline", "abort")  # ends of every completion of a request at once
 MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
 
@@ -38,9 +39,11 @@ class Renderer(Protocol):
         tools: Sequence[Tool],
         *,
         generation_prompt: bool = True,
+        most_tokens: int | None = None,
     ) -> np.ndarray:
         """Return int32 ids up to the model's turn, whose beginning is left out without
-        `generation_prompt`. InputError or ConfigError for what the template does not show."""
+        `generation_prompt`. InputError or ConfigError for what the template does not show,
+        PromptTooLong for what certainly has more than `most_tokens`; None is the context."""
         ...
 
 
@@ -69,7 +72,8 @@ class TextDelta:
     versions: np.ndarray  # int32 [c], of the weights that chose each token
     top_ids: np.ndarray | None  # int32 [c, K]
     top_logprobs: np.ndarray | None  # float32 [c, K]
-    finish: str | None  # "stop" or "length"
+    finish: str | None  # "stop" or "length"; None also where it ends without an answer
+    is_last: bool  # of its completion, which has ended
     prompt_logprobs: PromptLogprobs | None = None  # in the first piece, where asked for
 
 
@@ -207,22 +211,26 @@ async def pieces(
 ) -> AsyncIterator[TextDelta]:
     """Yield the text of the completions as it can be sent, and count into `usage`. It has those
     special tokens that are in `kept_ids`. ApiError where the engine ends one without an answer,
-    after a piece with what was chosen until then. With `prompt_only` the chosen tokens are left
-    out."""
+    after a last piece of each that had begun, with what was chosen until then. With
+    `prompt_only` the chosen tokens are left out."""
     texts: dict[int, AnswerText] = {}
+    error: ApiError | None = None  # the first one
     async for chunk in _unless_lost(stream):
+        if error is not None and chunk.finish is None:
+            break  # others go on, and are aborted
         usage.versions.update(chunk.versions.tolist())
         if prompt_only:
             chunk = _without_tokens(chunk)
         usage.completion_tokens += len(chunk.tokens)  # also of one that ends without an answer
         is_answer = chunk.finish in (None, "stop", "length")
         text = texts.get(chunk.index)
+        has_begun = text is not None
         if text is None:
             text = texts[chunk.index] = AnswerText(
                 tokenizer, request.sampling.stop, kept_ids=kept_ids
             )
         new_text = text.push(chunk.tokens, chunk.finish)
-        if is_answer or new_text or len(chunk.tokens):
+        if is_answer or has_begun or new_text or len(chunk.tokens):
             yield TextDelta(
                 index=chunk.index,
                 text=new_text,
@@ -232,10 +240,15 @@ async def pieces(
                 top_ids=chunk.top_ids,
                 top_logprobs=chunk.top_logprobs,
                 finish=chunk.finish if is_answer else None,
+                is_last=chunk.finish is not None,
                 prompt_logprobs=chunk.prompt_logprobs,
             )
         if not is_answer:
-            raise _end_error(chunk)
+            error = error or _end_error(chunk)
+            if chunk.finish not in ENDED_TOGETHER:
+                break
+    if error is not None:
+        raise error
 
 
 def _without_tokens(chunk: TokenChunk) -> TokenChunk:

@@ -58,6 +58,7 @@ class PromptReader:
         self._templates = WorkThreads("templates", 1, most_waiting=MOST_WAITING)
         self._prompts = WorkThreads("prompts", PROMPT_THREADS, most_waiting=MOST_WAITING)
         self._texts = WorkThreads("texts", 1, most_waiting=MOST_WAITING)
+        self._most_chars = max(TOKENIZED_CHARS, LIKELY_CHARS * model.context_tokens)
 
     async def read(
         self,
@@ -90,22 +91,23 @@ class PromptReader:
         """Return int32 ids of a conversation up to the model's turn. ApiError for one that is
         beyond the context, InputError for one that the template refuses."""
         work = functools.partial(self._model.render, messages, tools)
-        return await self._read_messages(work, messages, http, deadline_s)
+        return await self._read_messages(work, messages, http, self._prompts, deadline_s)
 
     async def _read_messages(
         self,
         work: Callable[[], Result],
         messages: Sequence[Message],
         http: HttpRequest,
+        threads: WorkThreads,
         deadline_s: float | None = None,
     ) -> Result:
         """Return what `work` makes of them, in the loop where they are short and no template
-        runs."""
+        runs; `threads` take long ones."""
         is_short = sum(len(one.content) for one in messages) <= SHORT_CHARS
         with refusing_long("messages"):
             if is_short and not self._model.runs_template:
                 return work()
-            threads = self._templates if is_short else self._prompts
+            threads = self._templates if is_short else threads
             return await self._beside(threads.run(work), http, deadline_s)
 
     async def tokenize_messages(
@@ -117,20 +119,28 @@ class PromptReader:
         generation_prompt: bool,
         adds_prefix: bool,
     ) -> bytes:
-        """Return the answer of POST /tokenize. ApiError and InputError as `render` does."""
+        """Return the answer of POST /tokenize. ApiError for a conversation far beyond the context,
+        InputError as `render` does."""
+        most_tokens = self._most_chars // LIKELY_CHARS
 
         def work() -> bytes:
-            tokens = self._model.render(messages, tools, generation_prompt=generation_prompt)
+            try:
+                tokens = self._model.render(
+                    messages, tools, generation_prompt=generation_prompt, most_tokens=most_tokens
+                )
+            except PromptTooLong:
+                message = f"a conversation of more than {most_tokens} tokens: send parts"
+                code = "context_length_exceeded"
+                raise ApiError(400, message, param="messages", code=code) from None
             return self._list_tokens(tokens, adds_prefix)
 
-        return await self._read_messages(work, messages, http)
+        return await self._read_messages(work, messages, http, self._texts)
 
     async def tokenize(self, text: str, http: HttpRequest, *, adds_prefix: bool) -> bytes:
         """Return the answer of POST /tokenize. ApiError for a text far beyond the context."""
-        longest = self._model.context_tokens
-        most_chars = max(TOKENIZED_CHARS, LIKELY_CHARS * longest)
-        if len(text) > most_chars:
-            message = f"a text of {len(text)} characters: need at most {most_chars}; send parts"
+        if len(text) > self._most_chars:
+            most = f"need at most {self._most_chars}"
+            message = f"a text of {len(text)} characters: {most}; send parts"
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
         def work() -> bytes:
@@ -207,7 +217,7 @@ def check_tokenize(body: TokenizeBody) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: need either a prompt or messages", param="prompt")
     for name in OF_MESSAGES if body.messages is None else ():
-        if name in body.model_fields_set and getattr(body, name) is not None:
+        if getattr(body, name) != TokenizeBody.model_fields[name].default:
             raise ApiError(400, f"{name}: need messages with it; leave it out", param=name)
 
 

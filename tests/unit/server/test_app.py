@@ -18,6 +18,7 @@ from gyre.server import app as server
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
 from gyre.server.metrics.server_metrics import ServerMetrics
+from gyre.server.parsers.choose import CALL_FORMATS, AnswerFormat
 from gyre.server.respond import unless_gone
 from gyre.text.tokenizer import train_tokenizer
 from scraped import read_samples
@@ -85,7 +86,12 @@ def render(messages: Any, tools: Any) -> np.ndarray:
 
 
 def ask(
-    engine: OneToken, path: str, body: Any = None, **headers: str
+    engine: OneToken,
+    path: str,
+    body: Any = None,
+    *,
+    form: AnswerFormat | None = None,
+    **headers: str,
 ) -> tuple[httpx.Response, list[Any]]:
     events: list[Any] = []
     model = ServedModel(
@@ -94,6 +100,7 @@ def ask(
         context_tokens=64,
         render=render,
         find_refusal=lambda request: None,
+        answer_format=form or AnswerFormat(),
     )
     app = make_app(engine, model, emit=lambda kind, **fields: events.append((kind, fields)))
 
@@ -107,10 +114,12 @@ def ask(
     return asyncio.run(asyncio.wait_for(go(), 30)), events
 
 
-def chat(engine: OneToken, **fields: Any) -> tuple[httpx.Response, list[Any]]:
+def chat(
+    engine: OneToken, *, form: AnswerFormat | None = None, **fields: Any
+) -> tuple[httpx.Response, list[Any]]:
     messages = [{"role": "user", "content": "what is one"}]
     body = {"model": "m", "messages": messages} | fields
-    return ask(engine, "/v1/chat/completions", body)
+    return ask(engine, "/v1/chat/completions", body, form=form)
 
 
 ENDS = {
@@ -143,25 +152,34 @@ def test_in_mid_stream_it_ends_with_an_error_event(name) -> None:
     assert not events
 
 
+def chunk_of(name: str, text: str, *, index: int = 0, finish: Any = None) -> TokenChunk:
+    tokens = TOKENIZER.encode(text)
+    zeros = np.zeros(len(tokens), np.float32)
+    return TokenChunk(
+        request_id=name,
+        index=index,
+        tokens=tokens,
+        logprobs=zeros,
+        raw_logprobs=zeros,
+        versions=np.zeros(len(tokens), np.int32),
+        finish=finish,
+        reason="" if finish is None else "1 s have passed",
+    )
+
+
 def end_with(text: str, kind: Any) -> End:
     """End with tokens that were in flight when the engine ended the request."""
+    return lambda stream, name: stream.push(chunk_of(name, text, finish=kind))
+
+
+def say(text: str, kind: Any, *, n: int = 1) -> End:
+    """Say the same in each completion, then end all."""
 
     def end(stream: TokenStream, name: str) -> None:
-        tokens = TOKENIZER.encode(text)
-        zeros = np.zeros(len(tokens), np.float32)
-        versions = np.zeros(len(tokens), np.int32)
-        stream.push(
-            TokenChunk(
-                request_id=name,
-                index=0,
-                tokens=tokens,
-                logprobs=zeros,
-                raw_logprobs=zeros,
-                versions=versions,
-                finish=kind,
-                reason="1 s have passed",
-            )
-        )
+        for index in range(n):
+            stream.push(chunk_of(name, text, index=index))
+        for index in range(n):
+            stream.push(TokenChunk.end(name, index, kind, "1 s have passed"))
 
     return end
 
@@ -182,6 +200,57 @@ def test_a_beginning_of_a_stop_string_is_sent_when_nothing_follows() -> None:
     rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
     assert rows[-1]["error"]["code"] == "deadline_exceeded"
     assert "".join(row["choices"][0]["delta"].get("content", "") for row in rows[:-1]) == "oo"
+
+
+HERMES = AnswerFormat(calls=CALL_FORMATS["hermes"], tools_refusal="")
+THINKS = AnswerFormat(thinks=True)
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+BEGUN_CALL = 'ok <tool_call>{"name": "get_weather"'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, BEGUN_CALL, {"content": BEGUN_CALL}),
+        (THINKS, "<think>one</thi", {"reasoning_content": "one</thi"}),
+        (THINKS, "<thi", {"content": "<thi"}),
+    ],
+)
+@pytest.mark.parametrize("finished", ["deadline", "abort"])
+def test_what_a_parser_holds_is_sent_before_the_error_event(form, text, expected, finished) -> None:
+    tools = {"tools": [TOOL]} if form is HERMES else {}
+    answer, _ = chat(OneToken(say(text, finished), 0), stream=True, form=form, **tools)
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert "error" in rows[-1]
+    deltas = [row["choices"][0]["delta"] for row in rows[:-1]]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == expected.get(name, "")
+    assert all(row["choices"][0]["finish_reason"] is None for row in rows[:-1])
+
+
+@pytest.mark.parametrize("finished", ["deadline", "abort"])
+def test_each_completion_that_had_begun_is_sent_before_the_error_event(finished) -> None:
+    engine = OneToken(say(BEGUN_CALL, finished, n=3), 0)
+    answer, _ = chat(engine, stream=True, form=HERMES, tools=[TOOL], n=3)
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert "error" in rows[-1] and len(engine.aborted) == 1
+    told = dict.fromkeys(range(3), "")
+    for row in rows[:-1]:
+        (choice,) = row["choices"]
+        told[choice["index"]] += choice["delta"].get("content", "")
+    assert told == dict.fromkeys(range(3), BEGUN_CALL)
+
+
+def test_an_error_does_not_wait_for_completions_that_go_on() -> None:
+    def end(stream: TokenStream, name: str) -> None:
+        stream.push(TokenChunk.end(name, 0, "abort", "1 s have passed"))
+        stream.push(chunk_of(name, "what", index=1))
+
+    engine = OneToken(end, 1)
+    answer, _ = chat(engine, stream=True, n=2)
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert "error" in rows[-1] and len(engine.aborted) == 1
+    assert "what" not in answer.text
 
 
 @pytest.mark.parametrize("finished", ["deadline", "abort"])

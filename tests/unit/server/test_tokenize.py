@@ -133,6 +133,16 @@ def test_a_prompt_costs_a_completion_what_tokenize_counts(folders, tmp_path) -> 
     assert counted == read
 
 
+@pytest.mark.parametrize("kind", ["llama", "tools"])
+def test_a_conversation_beyond_the_context_is_counted_as_a_text_is(folders, tmp_path, kind) -> None:
+    text = "1 2 " * (4 * CONTEXT)
+    model = serve(folders[kind], tmp_path)
+    conversation, plain = ask(
+        model, {"messages": [{"role": "user", "content": text}]}, {"prompt": text}
+    )
+    assert len(tokens_of(conversation)) > len(tokens_of(plain)) > CONTEXT
+
+
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
@@ -148,10 +158,14 @@ def test_a_prompt_costs_a_completion_what_tokenize_counts(folders, tmp_path) -> 
         ({"messages": [{"role": "poet", "content": "a"}]}, "messages.0.role", "not accepted"),
         ({"messages": TURNS, "tools": [TOOL]}, "tools", "shows no tools"),
         ({"messages": TURNS, "add_generation_prompt": "no"}, "add_generation_prompt", "boolean"),
-        ({"prompt": "a", "return_token_strs": True}, "return_token_strs", "unknown field"),
-        ({"messages": TURNS, "continue_final_message": True}, "continue_final_message", "unknown"),
+        ({"prompt": "a", "return_token_strs": True}, "return_token_strs", "/detokenize"),
+        (
+            {"messages": TURNS, "continue_final_message": True},
+            "continue_final_message",
+            "not continued",
+        ),
         ({"messages": TURNS, "chat_template": "{{ 1 }}"}, "chat_template", "its own template"),
-        ({"messages": [{"role": "user", "content": "x" * (1 << 21)}]}, "messages", str(CONTEXT)),
+        ({"messages": [{"role": "user", "content": "x" * (1 << 21)}]}, "messages", "131072 tokens"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(folders, tmp_path, body, param, said) -> None:
@@ -159,6 +173,22 @@ def test_what_does_not_go_together_is_refused_by_name(folders, tmp_path, body, p
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
     assert said in error["message"]
+
+
+def test_what_a_client_of_vllm_spells_out_by_default_is_accepted(folders, tmp_path) -> None:
+    spelled = {
+        "model": "m",
+        "add_generation_prompt": True,
+        "return_token_strs": False,
+        "continue_final_message": False,
+        "chat_template": None,
+        "chat_template_kwargs": None,
+        "tools": None,
+    }
+    model = serve(folders["qwen"], tmp_path)
+    for body in ({"prompt": "What?"}, {"messages": TURNS}):
+        plain, same = ask(model, body, body | spelled)
+        assert tokens_of(same) == tokens_of(plain)
 
 
 def test_a_template_of_the_run_has_no_end_to_leave_out(folders, tmp_path) -> None:

@@ -45,6 +45,7 @@ class EngineReplica:
         self.guest = guest  # started elsewhere
         self.leaves = False  # it is asked to end what it has, and nothing more
         self.unanswered: set[str] = set()
+        self.taken: set[str] = set()  # of these, what it said it admitted; kept when it is lost
         self.prepared: int | None = None  # the version that waits for its commit
         self.catching_up = False  # a task brings it to the current weights
         self.watched = False
@@ -86,6 +87,11 @@ class EngineReplica:
         """Return how long its requests have made no progress; 0 while it has none."""
         return time.monotonic() - self._progress.changed_s[self.name] if self.unanswered else 0.0
 
+    def note_ended(self, request_id: str) -> None:
+        """Note that nothing follows of a request."""
+        self.unanswered.discard(request_id)
+        self.taken.discard(request_id)
+
     def lose(self) -> None:
         """Expect nothing of it from here on."""
         self.state, self.prepared = "lost", None
@@ -99,10 +105,13 @@ class EngineReplica:
 
     async def _confirm(self, sent: Future[Any]) -> None:
         try:
-            await arrive(sent, self.handle, "engine.submit", POLL_S + self._hang_s, key=HANGS)
+            limit_s = POLL_S + self._hang_s
+            taken = await arrive(sent, self.handle, "engine.submit", limit_s, key=HANGS)
         except Exception as error:  # noqa: BLE001
             # whatever it was, it is unknown which requests it has
             self._on_lost(self, str(error))
+        else:
+            self.taken |= self.unanswered.intersection(taken)  # some may have ended already
 
     async def _poll(self) -> None:
         """Wait for the engine's news, each time by a deadline. Ends when every request is

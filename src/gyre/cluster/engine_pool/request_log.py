@@ -66,7 +66,7 @@ class RequestLog:
     def for_engine(self, *, waited_s: float = 0.0, resumed: bool = False) -> Request:
         """Return the request as an engine gets it now: what has come so far is where its
         completions begin. `waited_s` is what has passed of its deadline. `resumed`: an engine had
-        it, and is lost."""
+        admitted it, and is lost."""
         deadline_s = self.request.deadline_s
         return replace(
             self.request,

@@ -41,7 +41,7 @@ class Live:
     ending: tuple[Finish, str] | None = None  # how and why it was asked to end
     timer: asyncio.TimerHandle | None = None  # at its deadline
     is_late: bool = False  # its deadline has passed
-    is_resumed: bool = False  # an engine that is lost had it
+    is_resumed: bool = False  # an engine that is lost had admitted it
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # all completions are answered
 
     @property
@@ -187,7 +187,7 @@ class RequestRouter:
             if not live.stream.unfinished:
                 self._forget(live)
         for request_id in news.ended:
-            member.unanswered.discard(request_id)
+            member.note_ended(request_id)
             live = self._live.get(request_id)
             if live is not None and live.member is member:
                 self._forget(live)
@@ -208,7 +208,7 @@ class RequestRouter:
             if live.is_late:
                 self._end_late(live, "its engine was lost")
                 continue
-            live.is_resumed = True
+            live.is_resumed |= live.request_id in member.taken
             again.append(live)
             self._incoming.append(live)
         return again

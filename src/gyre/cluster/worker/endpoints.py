@@ -73,8 +73,9 @@ class EngineEndpoint:
         self._told: asyncio.Event | None = None
         self._readers: set[asyncio.Task[None]] = set()
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests in together, in order."""
+    async def submit(self, requests: Sequence[Request]) -> tuple[str, ...]:
+        """Take requests in together, in order. Return those that are admitted: what is refused is
+        answered by then, and a poll tells how."""
         if not self._unanswered:
             self._rollout = self._activities.begin("rollout")
         streams = [self.engine.submit(request) for request in requests]  # no await between
@@ -83,6 +84,8 @@ class EngineEndpoint:
             reader = asyncio.create_task(self._read(request, stream))
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
+        pairs = zip(requests, streams, strict=True)
+        return tuple(request.request_id for request, stream in pairs if stream.unfinished)
 
     async def poll(self) -> News:
         """Return what came since the last poll; waits a moment for something. One poller at a
@@ -197,12 +200,13 @@ def add_usage(parts: Sequence[Mapping[str, Usage]]) -> dict[str, Usage]:
 
 def add_stats(parts: Sequence[EngineStats], *, refused: int, version: int) -> EngineStats:
     """Counters and gauges of several engines together, whose pages are of one size."""
-    own = ("refused", "version", "prefix_page_tokens")
+    own = ("refused", "version", "page_tokens", "prefix_page_tokens")
     names = [name for name in EngineStats.__dataclass_fields__ if name not in own]
     sums = {name: int(np.sum([getattr(part, name) for part in parts])) for name in names}
     return EngineStats(
         **sums,
         refused=refused + sum(part.refused for part in parts),
         version=version,
+        page_tokens=max((part.page_tokens for part in parts), default=0),
         prefix_page_tokens=max((part.prefix_page_tokens for part in parts), default=0),
     )

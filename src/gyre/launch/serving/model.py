@@ -42,14 +42,18 @@ def served_model(
     context_tokens = min(limits.context_tokens, limits.cache_tokens + 1)
 
     def render(
-        messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        generation_prompt: bool = True,
+        most_tokens: int | None = None,
     ) -> np.ndarray:
         return render_messages(
             tokenizer,
             messages,
             tools,
             config,
-            most_tokens=context_tokens,
+            most_tokens=context_tokens if most_tokens is None else most_tokens,
             generation_prompt=generation_prompt,
         )
 

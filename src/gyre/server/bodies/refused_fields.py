@@ -36,6 +36,8 @@ REFUSED: dict[str, str] = {
     "stop_token_ids": "tokens are not stopped at; give their texts as stop",
     "prompt_logprobs": "give echo and logprobs to /v1/completions",
     "truncate_prompt_tokens": "prompts are not cut; send a shorter one",
+    "return_token_strs": "tokens are told by their ids; give each to /detokenize",
+    "continue_final_message": "a message that is there is not continued; end with the user's",
     "use_beam_search": "beams are not searched; ask for n completions",
 }
 # What asks for no more than every answer has.
@@ -43,6 +45,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
+    "return_token_strs": (False,),
+    "continue_final_message": (False,),
     "use_beam_search": (False,),
 }
 

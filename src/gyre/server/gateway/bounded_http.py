@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gyre.server.bodies.schema import ApiError
+from gyre.server.metrics.measured import REFUSED_STATUS
 
 LINE_BYTES = 4  # ": " and the line end of a header
 # RFC 3986: a registered name, an IPv4 address or an IPv6 address in brackets; a port; or nothing
@@ -231,6 +232,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._count(error.code)
         is_owed = self._is_owed()
         if self.cycle is not None and not self.cycle.response_complete:
+            if is_owed:
+                self.cycle.scope[REFUSED_STATUS] = error.status
             self.cycle.disconnected = True  # the application waits for a body that nobody reads
             self.cycle.message_event.set()
         if not is_owed:

@@ -121,7 +121,7 @@ class EngineMetrics(Collector):
         )  # fmt: skip
         cache = GaugeMetricFamily(
             CACHE,
-            "1, with labels of the KV cache: tokens of a page that prompts may share, and pages.",
+            "1, with labels of the KV cache: tokens of a page, pages, whether prompts share them.",
             labels=[*labels, "block_size", "num_gpu_blocks", "enable_prefix_caching"],
         )
         counters = [CounterMetricFamily(one.name, one.text, labels=labels) for one in COUNTERS]
@@ -151,5 +151,5 @@ class EngineMetrics(Collector):
 
 
 def _describe_cache(stats: EngineStats) -> tuple[str, str, str]:
-    shared = stats.prefix_page_tokens
-    return str(shared), str(stats.pages_total), str(shared > 0)
+    has_cache = stats.prefix_page_tokens > 0
+    return str(stats.page_tokens), str(stats.pages_total), str(has_cache)

@@ -15,6 +15,8 @@ from gyre.server.tracing.marks import trace_fields
 
 HUNG_UP_STATUS = 499  # status of a request whose client was gone before an answer began
 LONGEST_PATH = 200  # characters of a path in the log
+# key of the scope under which the connection puts the status of a refusal that it wrote itself
+REFUSED_STATUS = "gyre.refused_status"
 SOURCE = "gyre.work"  # key of the scope under which a response puts its AnswerSource
 
 
@@ -53,6 +55,8 @@ class MeasuredApp:
             status = 500 if status == HUNG_UP_STATUS else status  # the layer above answers so
             raise
         finally:
+            if status == HUNG_UP_STATUS:
+                status = scope.get(REFUSED_STATUS, status)
             path = scope["path"]  # most are a route's own, which needs no search
             route = path if path in self._paths else find_route(scope, self._routes)
             self._metrics.count_response(route, status)

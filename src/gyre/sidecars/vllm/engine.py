@@ -151,6 +151,7 @@ class VllmEngine:
         unanswered = self._num_unanswered
         counters = None if process is None else process.counters
         pages = 0 if process is None else process.pages_total
+        page_tokens = 0 if process is None else process.page_tokens
         return EngineStats(
             running=sent,
             waiting=unanswered - sent,
@@ -162,9 +163,8 @@ class VllmEngine:
             steps=0 if counters is None else counters.steps,
             pages_used=0 if counters is None else round(pages * counters.used_share),
             pages_total=pages,
-            prefix_page_tokens=0
-            if process is None or not self._settings.prefix_cache
-            else process.page_tokens,
+            page_tokens=page_tokens,
+            prefix_page_tokens=page_tokens if self._settings.prefix_cache else 0,
             version=self._state.version,
         )
 

@@ -371,6 +371,7 @@ def test_only_what_a_lost_engine_had_is_marked_so() -> None:
         await bench.until(lambda: len(a.running) == len(b.running) == 2)
         assert not any(one.resumed for one, _ in [*a.running.values(), *b.running.values()])
         moved = set(a.running)
+        await bench.settle()  # it has said so
         bench.hold("engine.start")
         a.die()
         await bench.until(lambda: len(b.running) == 4)
@@ -379,6 +380,41 @@ def test_only_what_a_lost_engine_had_is_marked_so() -> None:
         await finish(bench, tasks)
 
     go(work)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_a_lost_engine_never_admitted_is_not_marked(refuses: bool) -> None:
+    """It stood still and had not read the request, or had refused it and nobody had heard so."""
+
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        a, b = bench.sim.newest(A), bench.sim.newest(B)
+        bench.hold("engine.submit", "engine.start")
+        tasks = [bench.read(ask("a" * (i + 1))) for i in range(4)]
+        await bench.until(lambda: a.asked("engine.submit") and b.asked("engine.submit"))
+        if refuses:
+            a.is_full = True
+            a.perform(a.asked("engine.submit")[0])
+            await bench.settle()
+        a.die()
+        bench.release("engine.submit")
+        await bench.until(lambda: len(b.running) == 4)
+        assert not any(one.resumed for one, _ in b.running.values())
+        bench.release("engine.start")
+        await finish(bench, tasks)
+
+    go(work)
+
+
+def test_an_engine_forgets_what_it_admitted_once_that_is_answered() -> None:
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        task, member = bench.read(ask("r")), bench.pool.members[A]
+        await bench.until(lambda: member.taken == {"r"})
+        await finish(bench, [task])
+        assert not member.taken
+
+    go(work, (A,))
 
 
 def test_an_engine_that_ends_requests_by_itself_is_lost_and_they_go_on() -> None:

@@ -99,6 +99,8 @@ REFUSED_VALUES = dict.fromkeys(REFUSED, "x") | {
     "service_tier": "priority",
     "modalities": ["text", "audio"],
     "use_beam_search": True,
+    "return_token_strs": True,
+    "continue_final_message": True,
 }
 
 

@@ -9,15 +9,19 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api_cases import TOKENIZER, render
+from gyre.server.app import make_app
 from gyre.server.gateway.bounded_http import SLOW_READER, BoundedHttp, ConnectionLimits
+from gyre.server.generation import ServedModel
+from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 
 LIMITS = ConnectionLimits(receive_s=0.5, max_head_bytes=16 << 10, send_s=1.5, linger_s=20)
 PATIENT = ConnectionLimits(max_head_bytes=16 << 10)  # for what must pass on a busy machine, too
@@ -61,18 +65,27 @@ class Told:
 def running_server(limits: ConnectionLimits) -> Iterator[tuple[int, Told]]:
     """A server's port and application."""
     app = Told()
-    protocol: Any = partial(BoundedHttp, limits=limits, count=app.codes.append)
+    with running(app, limits, count=app.codes.append) as port:
+        yield port, app
+
+
+@contextlib.contextmanager
+def running(
+    app: ASGIApp, limits: ConnectionLimits, *, count: Callable[[str], None]
+) -> Iterator[int]:
+    """The port of an application's server."""
+    protocol: Any = partial(BoundedHttp, limits=limits, count=count)
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
-    running = uvicorn.Server(config)
+    server = uvicorn.Server(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         thread = threading.Thread(
-            target=lambda: asyncio.run(running.serve(sockets=[listener])), daemon=True
+            target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
         )
         thread.start()
-        yield listener.getsockname()[1], app
-        running.should_exit = True
+        yield listener.getsockname()[1]
+        server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
 
@@ -208,6 +221,36 @@ def test_a_client_that_sends_a_byte_now_and_then_is_answered_408(link, server, c
         while server[1].disconnects == before:  # the application waits for no body any more
             assert time.monotonic() < ends
             time.sleep(0.01)
+
+
+def test_a_body_that_was_answered_408_is_no_client_that_hung_up() -> None:
+    model = ServedModel(
+        name="m",
+        tokenizer=TOKENIZER,
+        context_tokens=64,
+        render=render,
+        find_refusal=lambda request: None,
+    )
+    engine: Any = None  # no request comes so far
+    metrics = ServerMetrics("m", context_tokens=64, inspect=inspect_one(engine))
+    app = make_app(engine, model, emit=lambda kind, **fields: None, metrics=metrics)
+
+    def told(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"model_name": "m", **labels})
+
+    with (
+        running(app, LIMITS, count=metrics.count_error) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=30) as link,
+    ):
+        link.sendall(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        assert read_answer(link)[0] == 408
+        ends = time.monotonic() + 30
+        answer = {"route": "/tokenize", "status": "408"}
+        while told("gyre_http_responses_total", **answer) != 1:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+    assert told("gyre_request_errors_total", code="request_timeout") == 1
+    assert told("gyre_disconnects_total") == 0
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])

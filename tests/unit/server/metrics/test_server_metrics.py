@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gyre.cluster.worker.endpoints import add_stats
 from gyre.core.chunks import TokenStream
 from gyre.core.errors import RankError
 from gyre.core.events import check_event
@@ -29,6 +31,7 @@ from gyre.core.records import (
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
 from gyre.server.metrics import server_metrics
+from gyre.server.metrics.engine_metrics import EngineMetrics
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one, token_buckets
 from gyre.text.tokenizer import train_tokenizer
 from scraped import Samples, counts_changed, read_samples
@@ -75,7 +78,7 @@ class ScriptedEngine:
 STATS = EngineStats(
     running=3, waiting=2, prompt_tokens=70, prefix_hit_tokens=40, generated_tokens=50,
     preemptions=1, refused=0, steps=9, pages_used=6, pages_total=8, version=4,
-    prefix_page_tokens=16,
+    page_tokens=16, prefix_page_tokens=16,
 )  # fmt: skip
 
 
@@ -332,6 +335,18 @@ def test_times_are_of_the_clock_and_fall_into_vllms_buckets() -> None:
     go(work)
 
 
+def test_a_cache_whose_pages_prompts_do_not_share_has_pages_of_a_size() -> None:
+    own = replace(STATS, prefix_page_tokens=0)
+    both = add_stats([own, own], refused=0, version=4)
+    for stats, said in ((both, "False"), (STATS, "True")):
+        metrics = EngineMetrics("m")
+        metrics.update([ReplicaStatus(name="engine-0", state="ready", stats=stats)])
+        (cache,) = [one for one in metrics.collect() if one.name == "vllm:cache_config_info"]
+        (sample,) = cache.samples
+        assert sample.labels["block_size"] == "16"
+        assert sample.labels["enable_prefix_caching"] == said
+
+
 def test_engine_numbers_are_those_of_its_stats() -> None:
     async def work() -> None:
         found = await Bench(ScriptedEngine()).scrape()
@@ -432,6 +447,7 @@ def test_the_cpu_engine_counts_what_was_asked_of_it() -> None:
             steps = changed.pop(("gyre_engine_steps_total", "engine=0"))
             gaps = changed.pop(("vllm:inter_token_latency_seconds_count",))
             assert steps >= 12 and gaps == 2 * 6
+            assert any(f"block_size={PLACE.page_tokens}" in key for key in after)
             assert changed == {
                 response(200): 2,
                 **SCRAPED,
