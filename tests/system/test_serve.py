@@ -271,6 +271,7 @@ def scrape(served: Served) -> Samples:
 # One completion at a time, so that work is left whenever an engine is killed.
 SLOW = "--set", "run.threads=1", "--set", "engine.max_running=1"
 HANG_S = 4.0  # after which an engine is lost
+SLACK_S = 8.0  # of a machine that does other work
 
 
 def ask_many(client: openai.OpenAI, *, then: Callable[[], Any] = lambda: None) -> list[str]:
@@ -417,6 +418,17 @@ def test_a_second_signal_ends_answers_under_way(long_folder, tmp_path) -> None:
             served.process.send_signal(signal.SIGTERM)
             check_broken_off(events)
         assert served.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_an_answer_that_outlasts_the_time_to_drain_is_broken_off(long_folder, tmp_path) -> None:
+    with serving(long_folder, tmp_path / "log", *SLOW, "--drain-s", "2") as served:
+        with long_stream(served, 3000) as events:
+            served.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            check_broken_off(events)
+            assert 1.9 < time.monotonic() - began_s < 2 + SLACK_S
+        assert served.process.wait(SLACK_S) == 0
 
 
 @pytest.mark.slow
