@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_S = 120.0
+# a server that has used its restarts up, without the half minute that five of them take
+NO_RESTARTS = "from gyre.launch.serving import server; server.RESTARTS = server.RestartPolicy()"
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, log: Path, *options: str) -> Iterator[Served]:
-    """`gyre serve` on a free port."""
-    argv = [sys.executable, "-c", "from gyre.cli.main import main; main()"]
+def serving(folder: Path, log: Path, *options: str, first: str = "") -> Iterator[Served]:
+    """`gyre serve` on a free port. `first`: Python that its process runs before."""
+    argv = [sys.executable, "-c", f"{first}\nfrom gyre.cli.main import main; main()"]
     argv += ["serve", str(folder), "--port", "0", "--json", *options]
     with log.open("w") as errors:
         process = subprocess.Popen(

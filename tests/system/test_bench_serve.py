@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from system_models import save_checkpoint
 
+from gyre.text.tokenizer import load_tokenizer
+from scraped import counts_changed, read_samples
 from served import Served, serving
 
 pytestmark = pytest.mark.slow
@@ -21,8 +25,12 @@ GYRE = [sys.executable, "-c", "from gyre.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
-    folder = save_checkpoint(tmp_path_factory.mktemp("model") / "qwen", "qwen3")
+def folder(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "qwen", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def served(folder, tmp_path_factory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("log") / "stderr"
     with serving(folder, log, "--set", "run.threads=1") as found:
         yield found
@@ -72,10 +80,53 @@ def test_a_chat_is_fitted_and_a_table_printed(served) -> None:
 
 
 def test_shared_prefixes_are_found_in_the_cache(served) -> None:
+    """By each request but the first of each prefix, whole; and nothing of what it has alone."""
     load = "--load", "prefix", "--prefixes", "2", "--prefix-tokens", "128", "--input-tokens", "8"
-    levels = "--output-tokens", "4", "--concurrency", "1", "--requests", "8"
+    levels = "--output-tokens", "4", "--concurrency", "1", "--requests", "8", "--warm-up", "0"
+    before = read_samples(httpx.get(f"{served.url}/metrics", timeout=30).text)
     (level,) = told(bench(served.url, *load, *levels, "--json"))["levels"]
+    after = read_samples(httpx.get(f"{served.url}/metrics", timeout=30).text)
     assert level["ok"] == 8 and level["prompt_tokens"] == 8 * 136
+    changed = counts_changed(before, after)
+    assert changed["vllm:prefix_cache_queries_total", "engine=0"] == 8 * 136
+    assert changed["vllm:prefix_cache_hits_total", "engine=0"] == (8 - 2) * 128
+
+
+def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+ANSWERED = [
+    ("How many apples does Weng have?", "She has twelve apples, and gives away four."),
+    ("What is left of ten after three?", "Seven are left."),
+    ("How long is the way to school?", "It is two miles, of which she walks one each morning."),
+]
+
+
+def test_conversations_of_a_file_get_answers_of_the_recorded_lengths(
+    served, folder, tmp_path
+) -> None:
+    """Each that is usable is asked once: first questions alone, without what follows the answer."""
+    rows = [
+        *(conversation(("human", asked), ("gpt", said)) for asked, said in ANSWERED[:2]),
+        conversation(("system", "Be short."), ("human", ANSWERED[2][0]), ("gpt", ANSWERED[2][1]))
+        | {"more": 1},
+        conversation(("human", "Nobody answers this question?")),
+        conversation(("human", "Is this answer far too short?"), ("gpt", "a")),
+        conversation(("gpt", "An answer without its question.")),
+    ]
+    rows[0]["conversations"] += [{"from": "human", "value": "And then?"}]
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps(rows))
+    load = "--load", "sharegpt", "--file", str(file), "--tokenizer", str(folder)
+    levels = "--concurrency", "1", "--requests", "3", "--warm-up", "0"
+    (level,) = told(bench(served.url, *load, *levels, "--json"))["levels"]
+    assert (level["ok"], level["failed"]) == (3, 0)
+    tokenizer = load_tokenizer(folder)
+    questions, answers = (
+        sum(len(tokenizer.encode(turns[at])) for turns in ANSWERED) for at in (0, 1)
+    )
+    assert (level["prompt_tokens"], level["completion_tokens"]) == (questions, answers)
 
 
 def test_ctrl_c_prints_what_was_measured(served) -> None:

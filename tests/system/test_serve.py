@@ -25,7 +25,7 @@ from system_models import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scraped import Samples, counts_changed, read_samples
-from served import Served, serving
+from served import NO_RESTARTS, Served, serving
 
 TOOLS = [{"type": "function", "function": {"name": "count"}}]
 ASKED = [{"role": "user", "content": "How many apples are left?"}]
@@ -34,6 +34,13 @@ ASKED = [{"role": "user", "content": "How many apples are left?"}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("model") / "qwen", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory) -> Path:
+    """A model that takes thousands of tokens."""
+    folder = tmp_path_factory.mktemp("long") / "qwen"
+    return save_checkpoint(folder, "qwen3", context_tokens=4096)
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +270,8 @@ def scrape(served: Served) -> Samples:
 
 # One completion at a time, so that work is left whenever an engine is killed.
 SLOW = "--set", "run.threads=1", "--set", "engine.max_running=1"
+HANG_S = 4.0  # after which an engine is lost
+SLACK_S = 8.0  # of a machine that does other work
 
 
 def ask_many(client: openai.OpenAI, *, then: Callable[[], Any] = lambda: None) -> list[str]:
@@ -314,6 +323,27 @@ def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_the_streams_of_a_replica_that_hangs_go_on_in_the_other(folder, tmp_path) -> None:
+    """No engine is started again, so the other one alone ends them."""
+    options = "--replicas", "2", *SLOW, "--set", f"cluster.hang_s={HANG_S:g}"
+    with (
+        serving(folder, tmp_path / "log", *options, first=NO_RESTARTS) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        hung, _ = engines_of(served)
+        undisturbed = ask_many(client)
+        assert len(set(undisturbed)) == 8
+        assert ask_many(client, then=lambda: hung.send_signal(signal.SIGSTOP)) == undisturbed
+        rows = [json.loads(line) for line in served.log.read_text().splitlines()]
+        (lost,) = [row for row in rows if row["kind"] == "engine.lost"]
+        assert lost["place"].split()[-1] == str(hung.pid) and lost["requests"] >= 1
+        moved = [row["engine"] for row in rows if row["kind"] == "retry.request_requeued"]
+        assert moved == [lost["engine"]] * lost["requests"]
+        assert not [row for row in rows if row["kind"] in ("engine.restarted", "engine.rejoined")]
+    assert served.process.returncode == 0
+
+
+@pytest.mark.slow
 def test_the_last_engine_is_started_again_within_an_answer(folder, tmp_path) -> None:
     """The streams wait for the new process, and go on as if nothing had been."""
     with (
@@ -353,22 +383,68 @@ def test_answers_under_way_end_after_a_signal_to_stop(folder, tmp_path) -> None:
         assert served.process.wait(30) == 0
 
 
+@contextlib.contextmanager
+def long_stream(served: Served, max_tokens: int) -> Iterator[Iterator[str]]:
+    """The events of a stream of eight completions, after its first."""
+    body = {
+        "model": "qwen",
+        "messages": ASKED,
+        "max_tokens": max_tokens,
+        "n": 8,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"{served.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        events = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(events)
+        yield events
+
+
+def check_broken_off(events: Iterator[str]) -> None:
+    """The stream ends with an error event, and without [DONE]."""
+    *others, last = events
+    assert json.loads(last)["error"]["code"] == "engine_unavailable"
+    assert "[DONE]" not in others and not any('"error"' in event for event in others)
+
+
 @pytest.mark.slow
-def test_a_second_signal_ends_answers_under_way(tmp_path) -> None:
-    folder = save_checkpoint(tmp_path / "qwen", "qwen3", context_tokens=4096)
-    with serving(folder, tmp_path / "log", *SLOW, "--drain-s", "600") as served:
-        body = {"model": "qwen", "messages": ASKED, "max_tokens": 3000, "n": 8, "ignore_eos": True}
-        url = f"{served.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+def test_a_second_signal_ends_answers_under_way(long_folder, tmp_path) -> None:
+    with serving(long_folder, tmp_path / "log", *SLOW, "--drain-s", "600") as served:
+        with long_stream(served, 3000) as events:
             served.process.send_signal(signal.SIGTERM)
             until_closed(served)
             assert served.process.poll() is None, "it lets the answer go on"
             served.process.send_signal(signal.SIGTERM)
-            *_, last = [line for line in lines if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+            check_broken_off(events)
         assert served.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_an_answer_that_outlasts_the_time_to_drain_is_broken_off(long_folder, tmp_path) -> None:
+    with serving(long_folder, tmp_path / "log", *SLOW, "--drain-s", "2") as served:
+        with long_stream(served, 3000) as events:
+            served.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            check_broken_off(events)
+            assert 1.9 < time.monotonic() - began_s < 2 + SLACK_S
+        assert served.process.wait(SLACK_S) == 0
+
+
+@pytest.mark.slow
+def test_a_stream_ends_with_an_error_once_no_engine_is_left(folder, tmp_path) -> None:
+    with serving(folder, tmp_path / "log", *SLOW, first=NO_RESTARTS) as served:
+        (engine,) = engines_of(served)
+        with long_stream(served, 200) as events:
+            engine.kill()
+            check_broken_off(events)
+        log = served.log.read_text()
+        assert '"engine.restarts_exhausted"' in log and '"engine.restarted"' not in log
+        asked = {"model": "qwen", "prompt": "How many", "stream": True}
+        answer = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=30)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+    assert served.process.returncode == 0
 
 
 def until_closed(served: Served) -> None:

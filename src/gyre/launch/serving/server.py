@@ -209,7 +209,8 @@ async def _serve(
                 seconds=imports_s + time.monotonic() - begun_s,
             )
             say_ready(url, args, as_json=as_json)
-            await HttpServer(http_config(traced, args, metrics)).serve(sockets=[listener])
+            http = HttpServer(http_config(traced, args, metrics), drain_s=args.drain_s)
+            await http.serve(sockets=[listener])
     return {"url": url, "model": args.name}
 
 
@@ -287,7 +288,12 @@ async def following(weights: ServedWeights, args: ServeArgs, emit: Emit) -> Asyn
 
 class HttpServer(uvicorn.Server):
     """uvicorn's server, which here ends without raising its signal again: engines are stopped
-    after it."""
+    after it, so that answers still under way end with an error. uvicorn's own deadline would cut
+    them off without one."""
+
+    def __init__(self, config: uvicorn.Config, *, drain_s: float) -> None:
+        super().__init__(config)
+        self._drain_s = drain_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -302,8 +308,13 @@ class HttpServer(uvicorn.Server):
 
     def _stop(self) -> None:
         """Let answers under way end within their deadline; the second time end them at once."""
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            self._end()
         self.should_exit = True
+        asyncio.get_running_loop().call_later(self._drain_s, self._end)
+
+    def _end(self) -> None:
+        self.force_exit = True
 
 
 def read_tokenizer(args: ServeArgs) -> Tokenizer:
@@ -401,7 +412,6 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nothing reads the client's address
-        timeout_graceful_shutdown=args.drain_s,
         timeout_keep_alive=65,
         lifespan="off",
     )
