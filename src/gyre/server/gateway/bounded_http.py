@@ -233,7 +233,8 @@ class BoundedHttp(HttpToolsProtocol):
         is_owed = self._is_owed()
         if self.cycle is not None and not self.cycle.response_complete:
             if is_owed:
-                self.cycle.scope[REFUSED_STATUS] = error.status
+                scope: Any = self.cycle.scope  # its type has uvicorn's own keys alone
+                scope[REFUSED_STATUS] = error.status
             self.cycle.disconnected = True  # the application waits for a body that nobody reads
             self.cycle.message_event.set()
         if not is_owed:
