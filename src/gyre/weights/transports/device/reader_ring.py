@@ -154,7 +154,7 @@ class ReaderRings:
         place.ring.free()
 
     def retire(self) -> None:
-        """Let nobody else into the rings: the same version may be registered again."""
+        """Let no further reader into the rings: the same version may be registered again."""
         with self._lock:
             self._rings.clear()
 
