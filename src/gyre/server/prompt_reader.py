@@ -58,7 +58,11 @@ class PromptReader:
         self._templates = WorkThreads("templates", 1, most_waiting=MOST_WAITING)
         self._prompts = WorkThreads("prompts", PROMPT_THREADS, most_waiting=MOST_WAITING)
         self._texts = WorkThreads("texts", 1, most_waiting=MOST_WAITING)
-        self._most_chars = max(TOKENIZED_CHARS, LIKELY_CHARS * model.context_tokens)
+
+    @property
+    def _most_chars(self) -> int:
+        """Return how much of a text is tokenized to be counted."""
+        return max(TOKENIZED_CHARS, LIKELY_CHARS * self._model.context_tokens)
 
     async def read(
         self,
