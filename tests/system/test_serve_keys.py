@@ -217,9 +217,10 @@ def half_closed(
 
 def until_running(served: Served) -> None:
     ends = time.monotonic() + 30
-    while not httpx.get(f"{served.url}/health/load", timeout=30).json()["running"]:
-        assert time.monotonic() < ends
-        time.sleep(0.005)
+    with httpx.Client(timeout=30) as client:  # one: to make another takes longer than an answer
+        while not client.get(f"{served.url}/health/load").json()["running"]:
+            assert time.monotonic() < ends
+            time.sleep(0.005)
 
 
 def read_all(link: socket.socket) -> bytes:
