@@ -183,7 +183,12 @@ def test_a_publisher_that_is_killed_in_a_bucket(folder, scheme):
     with child(folder, RUN, scheme) as publisher:
         reader, other = Receiver(folder, scheme), Receiver(folder, scheme, SHM)
         offer = publisher.register(1)
-        assert isinstance(read_amid(reader, offer, publisher.kill), SnapshotError)
+
+        def kill() -> None:
+            until_whole(folder, offer)  # it is written behind the version
+            publisher.kill()
+
+        assert isinstance(read_amid(reader, offer, kill), SnapshotError)
         assert reader.has(0)
         other.take(other.prepare(offer))
         assert other.has(1) and other.told == ["weights.slot_used", "weights.read"]
@@ -192,6 +197,18 @@ def test_a_publisher_that_is_killed_in_a_bucket(folder, scheme):
         reader.take(reader.prepare(offer))
         assert reader.has(1)
         reader.opener.close()
+
+
+def until_whole(folder: Path, offer: Offer) -> None:
+    """Wait until the slot has the version."""
+    ends_at = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            Receiver(folder, SHM).prepare(offer).settle()
+            return
+        except SnapshotError:
+            assert time.monotonic() < ends_at
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("behind", [(), (SHM,)])
