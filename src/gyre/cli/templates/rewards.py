@@ -7,8 +7,9 @@ import re
 
 def score(task: dict, completion: str) -> tuple[float, str]:
     """Return a number, or a number and its reason. `task` holds the data row's answer and its
-    further fields. A further parameter named `prompt` is given the prompt's text, `finish` how the
-    completion ended ("stop" or "length"), and `num_tokens` its tokens, the end token included."""
+    further fields. Three further parameters are given where they are named. `prompt` is the
+    prompt's text, and `finish` how the completion ended ("stop" or "length"). `num_tokens` counts
+    its tokens, the end token included."""
     found = re.findall(r"<answer>(.*?)</answer>", completion)
     if len(found) != 1:
         return 0.0, f"{len(found)} answers instead of one"

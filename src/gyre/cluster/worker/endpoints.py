@@ -75,7 +75,7 @@ class EngineEndpoint:
 
     async def submit(self, requests: Sequence[Request]) -> tuple[str, ...]:
         """Take requests in together, in order. Return those that are admitted: what is refused is
-        answered by then, and a poll tells how."""
+        answered by then, and a poll returns how."""
         if not self._unanswered:
             self._rollout = self._activities.begin("rollout")
         streams = [self.engine.submit(request) for request in requests]  # no await between
