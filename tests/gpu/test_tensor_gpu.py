@@ -32,7 +32,7 @@ from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.journal import Add, Commit, Entry, Start, Steps
 from layout_cases import spec_of
-from rank_pool import RankPool
+from rank_pool import RankPool, by_itself
 from tensor_cases import (
     answers,
     close,
@@ -61,11 +61,6 @@ def pair():
     pool = RankPool(2, backend="nccl", device="cuda", timeout_s=60.0)
     yield pool
     pool.close()
-
-
-def by_itself(group: RankGroup, case: Any, *args: Any, **settings: Any) -> Any:
-    """A case on this rank's own GPU, without the other."""
-    return case(alone(group.device), *args, **settings)
 
 
 def in_a_graph(group: RankGroup) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""A trainer whose two GPUs share layers, over NCCL: its snapshots, what it keeps in host memory, and a
-rank that fails. The cases are those of tests/unit/trainer/test_tensor_ranks.py and offload/."""
+"""A trainer whose two GPUs share layers, over NCCL: its snapshots, and what it keeps in host memory. The
+cases are those of tests/unit/trainer/test_tensor_ranks.py and offload/."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from gyre.distributed.process_group import RankGroup, alone
 from gyre.kernels.float8 import CAPABILITY
-from rank_pool import RankPool
+from rank_pool import RankPool, by_itself
 from trainer_cases import assert_close, assert_same, whole_tensors
 from zero_cases import (
     away,
-    broken_step,
     carry_on,
     gradients,
     moved,
     resume,
     saved,
-    steps_again,
     train,
 )
 
@@ -36,11 +32,6 @@ pytestmark = [
 ]
 LAYOUT = "zero0_tensor2"
 CHAIN = ("zero3", LAYOUT, "zero1", LAYOUT, "zero2")
-
-
-def by_itself(group: RankGroup, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """A case on this rank's own GPU, without the other."""
-    return case(alone(group.device), *args, **settings)
 
 
 def numbers_of(state: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -135,17 +126,3 @@ def test_8_bit_products_are_those_of_one_gpu(pair: RankPool) -> None:
     ]
     assert max(ratios) <= 1.0 and np.median(ratios) <= 0.8, ratios
     assert results[1][1] == results[0][1] == pytest.approx(norms, rel=5e-2)
-
-
-@pytest.mark.parametrize("how", ["raise", "die"])
-def test_a_broken_rank_is_named(how: str) -> None:
-    pool = RankPool(2, backend="nccl", device="cuda", timeout_s=60.0)
-    try:
-        assert pool.run(steps_again) == [1, 1]
-        pool.send(broken_step, how, victim=1, layout=LAYOUT)
-        failed, answer = pool.answer(0)
-        assert not failed, answer
-        seconds, text = answer
-        assert seconds < 30.0 and text.startswith("RankError: step 1 ended on rank 0: rank 1"), text
-    finally:
-        pool.close()

@@ -4,9 +4,7 @@ tests/unit/trainer/test_ranks.py. Needs two GPUs; four show the hybrid layouts."
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fsdp_cases import gathered_dtypes, waited_for_a_late_device
-from gyre.distributed.process_group import RankGroup, alone
 from gyre.kernels.float8 import CAPABILITY
-from rank_pool import RankPool
+from rank_pool import RankPool, by_itself
 from trainer_cases import assert_close, assert_same, whole_tensors
 from zero_cases import (
     LAYOUTS,
@@ -46,11 +43,6 @@ NAMES = [
 ]
 # of two ranks to a layer; with two GPUs no ZeRO is beside them
 TENSOR_NAMES = [name for name, config in TENSOR_LAYOUTS.items() if config.tensor_ranks == 2]
-
-
-def by_itself(group: RankGroup, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """A case on this rank's own GPU, without the others."""
-    return case(alone(group.device), *args, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +221,7 @@ def test_parked_components_come_back(ranks, layout, dtype):
 
 
 @pytest.mark.parametrize("how", ["raise", "die"])
-@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "zero0_tensor2"])
 def test_a_broken_rank_is_named(how, layout):
     pool = RankPool(2, backend="nccl", device="cuda", timeout_s=60.0)
     try:

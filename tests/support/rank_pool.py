@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gyre.distributed.environment import child_environment
 from gyre.distributed.init import RankSpec, hold_store, join, leave
+from gyre.distributed.process_group import RankGroup, alone
 
 START_S = 120.0
 CALL_S = 180.0
@@ -30,6 +31,11 @@ PRELOADED = [
     "numpy.random",
     "torch.utils.serialization",
 ]
+
+
+def by_itself(group: RankGroup, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """A case on this rank's own device, without the others."""
+    return case(alone(group.device), *args, **settings)
 
 
 class RankFailed(Exception):
