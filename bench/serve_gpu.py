@@ -281,7 +281,7 @@ def summary_of(level: Mapping[str, Any]) -> dict[str, float]:
         **{
             f"{name}_{rank}_ms": round(level[name][f"{rank}_ms"], 2)
             for name in ("ttft", "itl")
-            for rank in ("p50", "p99")
+            for rank in ("p50", "p90", "p99")
         },
         "chunks": level["chunks"],
         "client_cpu_share": round(level["client_cpu_share"], 3),

@@ -7,8 +7,9 @@ With launch.loop, the only place that names concrete classes.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -54,6 +55,7 @@ from gyre.planner.plan import DeviceKind, Dtype, best_dtype
 from gyre.rewards.pool.validate import check_rewards
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig.run_config import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
+from gyre.text.hub_child import load_apart
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.weights.gather import ShardSource
 
@@ -228,13 +230,20 @@ def check_invariant(
         raise ConfigError(f"{INVARIANT_REFUSAL}: {reason}", hint=INVARIANT_HINT)
 
 
+@contextmanager
+def reading_tokenizer(folder: Path, end_token: str) -> Iterator[Future[Tokenizer]]:
+    """Read a model folder's tokenizer beside the block. A hub folder is read in a process of its
+    own: the import of transformers would hold the interpreter for seconds."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+        yield beside.submit(load_tokenizer, folder, end_token=end_token, read=load_apart)
+
+
 def load_policy(
     folder: Path, machine: Machine, *, end_token: str = "", load_format: LoadFormat = "auto"
 ) -> Policy:
     """Load a model folder, its tokenizer beside the weights. With "dummy" it needs no weights: they
     are drawn on the device."""
-    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-        reading = beside.submit(load_tokenizer, folder, end_token=end_token)
+    with reading_tokenizer(folder, end_token) as reading:
         if load_format == "dummy":
             spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
             decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)

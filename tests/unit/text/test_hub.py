@@ -4,6 +4,8 @@ transformers has them."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from tokenizers import (
 )
 
 from gyre.core.errors import ConfigError, InputError
-from gyre.text.hub_child import load_apart
+from gyre.text.hub_child import PROGRAM, load_apart
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -168,6 +170,13 @@ def test_that_process_imports_nothing_of_the_folder_where_it_is_started(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     assert load_tokenizer(folder, read=load_apart).fingerprint == load_tokenizer(folder).fingerprint
+
+
+def test_that_process_does_without_torch(folder: Path) -> None:
+    argv = [sys.executable, "-P", "-X", "importtime", "-m", PROGRAM, str(folder)]
+    ran = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    imported = {line.split("|")[-1].strip() for line in ran.stderr.splitlines()}
+    assert "transformers" in imported and "torch" not in imported
 
 
 def test_what_another_process_cannot_read_is_refused_as_here(tmp_path: Path) -> None:

@@ -33,7 +33,14 @@ from gyre.engine.engine import NativeEngine
 from gyre.engine.frontend.admission import RequestLimits
 from gyre.engine.tensor_group import EntryStream, agree_on_pages, connect, follow
 from gyre.engine.weights import read_weights
-from gyre.launch.factories import Machine, Policy, make_engine, make_machine, make_rows
+from gyre.launch.factories import (
+    Machine,
+    Policy,
+    make_engine,
+    make_machine,
+    make_rows,
+    reading_tokenizer,
+)
 from gyre.launch.serving.served_weights import find_signature
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
@@ -41,7 +48,6 @@ from gyre.models.hub.folders import CONFIG_FILE, LoadFormat
 from gyre.models.init import init_dummies
 from gyre.models.spec import spec_from_hub_config
 from gyre.runconfig.run_config import RunConfig, read_served_config
-from gyre.text.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")
 LOOPBACK = "127.0.0.1"
@@ -181,15 +187,16 @@ class ServedRank:
                 f"{folder} has other files for one rank than for another",
                 hint="it was changed meanwhile: start again once it is whole",
             )
-        tokenizer = load_tokenizer(folder, end_token=self._config.tokenizer.end_token)
-        spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
-        rows = make_rows(group, spec, machine, emit)
-        decoder = Decoder(spec, device=machine.device, dtype=machine.dtype, tensor=rows)
-        if self._load_format == "dummy":
-            init_dummies(decoder)
-        else:
-            with closing(Checkpoint(folder)) as source:
-                read_weights(decoder, source)
+        with reading_tokenizer(folder, self._config.tokenizer.end_token) as reading:
+            spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
+            rows = make_rows(group, spec, machine, emit)
+            decoder = Decoder(spec, device=machine.device, dtype=machine.dtype, tensor=rows)
+            if self._load_format == "dummy":
+                init_dummies(decoder)
+            else:
+                with closing(Checkpoint(folder)) as source:
+                    read_weights(decoder, source)
+            tokenizer = reading.result()
         emit(
             "engine.loaded",
             load_format=self._load_format,
