@@ -129,6 +129,7 @@ async def build(
     version: int,
     config_json: str,
     load_format: LoadFormat = "auto",
+    kept_tokenizer: str = "",
 ) -> ServedEngine:
     """Make the worker's object, as launch.placement.worker.build_served_engine does."""
     return serve_engine(AnsweringEngine())
@@ -141,6 +142,7 @@ async def build_paced(
     version: int,
     config_json: str,
     load_format: LoadFormat = "auto",
+    kept_tokenizer: str = "",
 ) -> ServedEngine:
     return serve_engine(PacedEngine())
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -55,7 +56,7 @@ from gyre.planner.plan import DeviceKind, Dtype, best_dtype
 from gyre.rewards.pool.validate import check_rewards
 from gyre.rewards.score import RuleScorer
 from gyre.runconfig.run_config import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
-from gyre.text.hub_child import load_apart
+from gyre.text.hub_child import load_apart, load_kept
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.weights.gather import ShardSource
 
@@ -231,19 +232,28 @@ def check_invariant(
 
 
 @contextmanager
-def reading_tokenizer(folder: Path, end_token: str) -> Iterator[Future[Tokenizer]]:
+def reading_tokenizer(
+    folder: Path, end_token: str, kept: Path | None = None
+) -> Iterator[Future[Tokenizer]]:
     """Read a model folder's tokenizer beside the block. A hub folder is read in a process of its
-    own: the import of transformers would hold the interpreter for seconds."""
+    own, since the import of transformers would hold the interpreter for seconds. `kept` is where
+    another process leaves what it has read."""
+    read = load_apart if kept is None else partial(load_kept, kept=kept)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-        yield beside.submit(load_tokenizer, folder, end_token=end_token, read=load_apart)
+        yield beside.submit(load_tokenizer, folder, end_token=end_token, read=read)
 
 
 def load_policy(
-    folder: Path, machine: Machine, *, end_token: str = "", load_format: LoadFormat = "auto"
+    folder: Path,
+    machine: Machine,
+    *,
+    end_token: str = "",
+    load_format: LoadFormat = "auto",
+    kept_tokenizer: Path | None = None,
 ) -> Policy:
     """Load a model folder, its tokenizer beside the weights. With "dummy" it needs no weights: they
     are drawn on the device."""
-    with reading_tokenizer(folder, end_token) as reading:
+    with reading_tokenizer(folder, end_token, kept_tokenizer) as reading:
         if load_format == "dummy":
             spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
             decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)

@@ -10,30 +10,56 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import tokenizers
 
-from gyre.core.errors import InputError
+from gyre.core.errors import DeadlineError, InputError
+from gyre.core.files import write_text
 from gyre.text.hub import HubFiles, load
 
 READ_S = 300.0  # on a cold disk, the imports take a minute
+LOOK_S = 0.02
 PROGRAM = "gyre.text.hub_child"
 
 
-def load_apart(folder: Path) -> HubFiles:
-    """Return what `load` returns, without importing transformers here. InputError as there."""
+def load_apart(folder: Path, *, keep: Path | None = None) -> HubFiles:
+    """Return what `load` returns, without importing transformers here. InputError as there. `keep`
+    gets what was found, for other processes (`load_kept`)."""
     # -P: no Python of the folder where this was started is imported
     argv = [sys.executable, "-P", "-m", PROGRAM, str(folder)]
     try:
         ran = subprocess.run(argv, capture_output=True, text=True, timeout=READ_S, check=True)
-        found = json.loads(ran.stdout)
+        found = _files_of(ran.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise InputError(
             f"the tokenizer of {folder} could not be read: {said[-300:]}",
             hint="load it with transformers.AutoTokenizer to see more",
         ) from error
+    if keep is not None:
+        write_text(keep, ran.stdout, durable=False)
+    return found
+
+
+def load_kept(folder: Path, *, kept: Path) -> HubFiles:
+    """Return what `load_apart` found in `folder`, and keeps in the file `kept`, once it is there.
+    DeadlineError where it does not come."""
+    until_s = time.monotonic() + READ_S
+    while not kept.is_file():
+        if time.monotonic() > until_s:
+            raise DeadlineError(
+                f"the tokenizer of {folder} was not read within {READ_S:g} s",
+                hint="the server's log says what became of it",
+            )
+        time.sleep(LOOK_S)
+    return _files_of(kept.read_text(encoding="utf-8"))
+
+
+def _files_of(text: str) -> HubFiles:
+    """Return the files that `describe` described. ValueError for another text."""
+    found = json.loads(text)
     if (failure := found.pop("failure", None)) is not None:
         raise InputError(failure["message"], hint=failure["hint"])
     return HubFiles(backend=tokenizers.Tokenizer.from_str(found.pop("backend")), **found)

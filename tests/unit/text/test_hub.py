@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,9 @@ from tokenizers import (
     trainers,
 )
 
-from gyre.core.errors import ConfigError, InputError
-from gyre.text.hub_child import PROGRAM, load_apart
+from gyre.core.errors import ConfigError, DeadlineError, InputError
+from gyre.text import hub_child
+from gyre.text.hub_child import PROGRAM, load_apart, load_kept
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -170,6 +173,25 @@ def test_that_process_imports_nothing_of_the_folder_where_it_is_started(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     assert load_tokenizer(folder, read=load_apart).fingerprint == load_tokenizer(folder).fingerprint
+
+
+@pytest.mark.slow
+def test_what_another_process_read_serves_others_once_it_is_there(
+    folder: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.json"
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(load_tokenizer, folder, read=partial(load_kept, kept=kept))
+        apart = load_tokenizer(folder, read=partial(load_apart, keep=kept))
+        assert waiting.result(60).fingerprint == apart.fingerprint
+
+
+def test_what_does_not_come_is_an_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_child, "READ_S", 0.1)
+    with pytest.raises(DeadlineError, match="was not read within"):
+        load_tokenizer(folder, read=partial(load_kept, kept=tmp_path / "kept.json"))
 
 
 def test_that_process_does_without_torch(folder: Path) -> None:

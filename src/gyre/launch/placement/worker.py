@@ -434,9 +434,10 @@ async def build_served_engine(
     version: int,
     config_json: str,
     load_format: LoadFormat = "auto",
+    kept_tokenizer: str = "",
 ) -> ServedEngine:
     """Load the weights, which are of `version`, and make the engine; `start` allocates its KV
-    cache."""
+    cache. `kept_tokenizer` is a file where the server leaves what it reads of a hub tokenizer."""
     imports_s, begun_s = time.time() - psutil.Process().create_time(), time.monotonic()
     config = RunConfig.model_validate_json(config_json)
     machine = make_machine(config)
@@ -448,6 +449,7 @@ async def build_served_engine(
             machine,
             end_token=config.tokenizer.end_token,
             load_format=load_format,
+            kept_tokenizer=Path(kept_tokenizer) if kept_tokenizer else None,
         ),
     )
     seconds = time.monotonic() - begun_s

@@ -62,15 +62,23 @@ async def build_served_rank(
     version: int,
     config_json: str,
     load_format: LoadFormat = "auto",
+    kept_tokenizer: str = "",
     tensor_rank: int = 0,
 ) -> ServedRank:
-    """Make ready to meet the other ranks, and load nothing yet."""
+    """Make ready to meet the other ranks, and load nothing yet. `kept_tokenizer` is a file where
+    the server leaves what it reads of a hub tokenizer."""
     tell_warnings(context.emit)
     config = read_served_config(config_json)
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
     return ServedRank(
-        context, config, Path(folder), version=version, load_format=load_format, rank=tensor_rank
+        context,
+        config,
+        Path(folder),
+        version=version,
+        load_format=load_format,
+        kept_tokenizer=Path(kept_tokenizer) if kept_tokenizer else None,
+        rank=tensor_rank,
     )
 
 
@@ -101,6 +109,7 @@ class ServedRank:
         *,
         version: int,
         load_format: LoadFormat,
+        kept_tokenizer: Path | None,
         rank: int,
     ) -> None:
         self._context = context
@@ -108,6 +117,7 @@ class ServedRank:
         self._folder = folder
         self._version = version
         self._load_format = load_format
+        self._kept_tokenizer = kept_tokenizer
         self._rank = rank
         self._imports_s = time.time() - psutil.Process().create_time()
         self._machine = make_machine(config)
@@ -187,7 +197,8 @@ class ServedRank:
                 f"{folder} has other files for one rank than for another",
                 hint="it was changed meanwhile: start again once it is whole",
             )
-        with reading_tokenizer(folder, self._config.tokenizer.end_token) as reading:
+        end_token = self._config.tokenizer.end_token
+        with reading_tokenizer(folder, end_token, self._kept_tokenizer) as reading:
             spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
             rows = make_rows(group, spec, machine, emit)
             decoder = Decoder(spec, device=machine.device, dtype=machine.dtype, tensor=rows)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import (
@@ -76,6 +77,7 @@ from gyre.text.tokenizer import Tokenizer, load_tokenizer
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUILDER = "gyre.launch.placement.worker:build_served_engine"
 RANK_BUILDER = "gyre.launch.serving.served_rank:build_served_rank"
+KEPT_TOKENIZER = "tokenizer.json"
 # one that dies more often is not brought back: its host or its model is at fault
 RESTARTS = RestartPolicy(max_restarts=5, window_s=600.0, first_wait_s=1.0)
 
@@ -235,16 +237,18 @@ async def running_engines(
     cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     ranks = args.config.engine.tensor_ranks
     engines = cluster if ranks == 1 else EngineGroups(cluster, ranks, emit=emit)
+    shared = tempfile.TemporaryDirectory(prefix="gyre-serve-")
+    kept = Path(shared.name) / KEPT_TOKENIZER
 
     def start(name: str) -> Awaitable[WorkerHandle]:
         served.refuse_changed()
-        return engines.start(engine_spec(args, name, served, gpus=gpus))
+        return engines.start(engine_spec(args, name, served, gpus=gpus, kept_tokenizer=kept))
 
     try:
         names = [f"engine-{number}" for number in range(args.replicas)]
         # read meanwhile, in a process of its own for a hub folder: transformers takes seconds
         tokenizer, handles = await asyncio.gather(
-            asyncio.to_thread(read_tokenizer, args),
+            asyncio.to_thread(read_tokenizer, args, kept),
             asyncio.gather(*(start(name) for name in names)),
         )
         workers_s = time.monotonic() - begun_s
@@ -264,6 +268,7 @@ async def running_engines(
             await pool.close()
     finally:
         await cluster.close()
+        shared.cleanup()
 
 
 @contextlib.asynccontextmanager
@@ -317,13 +322,16 @@ class HttpServer(uvicorn.Server):
         self.force_exit = True
 
 
-def read_tokenizer(args: ServeArgs) -> Tokenizer:
-    """Return the served model's tokenizer, without torch in this process."""
+def read_tokenizer(args: ServeArgs, keep: Path) -> Tokenizer:
+    """Return the served model's tokenizer, without torch in this process. What is read of a hub
+    folder is kept in the file `keep`, for the engines."""
     end_token = args.config.tokenizer.end_token
-    return load_tokenizer(args.folder, end_token=end_token, read=load_apart)
+    return load_tokenizer(args.folder, end_token=end_token, read=partial(load_apart, keep=keep))
 
 
-def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) -> RoleSpec:
+def engine_spec(
+    args: ServeArgs, name: str, served: ServedFolder, *, gpus: int, kept_tokenizer: Path
+) -> RoleSpec:
     """Return the worker of one replica, with the weights that are served now; of one over ranks,
     what they have in common and the GPUs of them all."""
     ranks = args.config.engine.tensor_ranks
@@ -337,6 +345,7 @@ def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) 
             "config_json": args.config.model_dump_json(),
             # a later version is of files, also in a worker that is started again
             "load_format": args.load_format if served.version == 0 else "auto",
+            "kept_tokenizer": str(kept_tokenizer),
         },
         gpus=1.0 if gpus else 0.0,
         deadline_s=args.config.cluster.start_deadline_s,
