@@ -104,7 +104,8 @@ def test_a_stream_says_what_the_whole_answer_says(client, stop) -> None:
             texts[choice.index] += choice.delta.content or ""
             logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
             finishes[choice.index] = choice.finish_reason
-    assert usage == whole.usage
+    counted = {"prompt_tokens_details"}  # the stream's prompt was computed before
+    assert usage.model_dump(exclude=counted) == whole.usage.model_dump(exclude=counted)
     for choice in whole.choices:
         assert texts[choice.index] == choice.message.content
         assert finishes[choice.index] == choice.finish_reason
@@ -113,6 +114,18 @@ def test_a_stream_says_what_the_whole_answer_says(client, stop) -> None:
         if stop:
             assert not any(text in choice.message.content for text in stop)
     assert sum(len(found) for found in logprobs.values()) == usage.completion_tokens
+
+
+def test_the_usage_tells_what_of_the_prompt_was_cached(client) -> None:
+    prompts = [[200 + index % 50 for index in range(40)], [7 + index for index in range(21)]]
+
+    def cached() -> int:
+        answer = client.completions.create(
+            model="qwen", prompt=prompts, n=2, max_tokens=3, temperature=0
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(), cached()] == [0, 32 + 16]  # whole pages of 16, once for siblings
 
 
 def test_a_text_completion_with_ids_echo_and_bias(client) -> None:

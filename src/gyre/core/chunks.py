@@ -37,6 +37,7 @@ def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
             (chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None
         ),
         timing=next((chunk.timing for chunk in chunks if chunk.timing is not None), None),
+        cached_tokens=sum(chunk.cached_tokens for chunk in chunks),
         prefills=tuple(piece for chunk in chunks for piece in chunk.prefills),
     )
 

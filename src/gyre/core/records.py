@@ -192,6 +192,9 @@ class TokenChunk:
     # when asked for, in a completion's first chunk with a token
     prompt_logprobs: PromptLogprobs | None = None
     timing: Timing | None = None  # in a completion's first chunk with a token
+    # prompt tokens whose KV was found in the cache; in a completion's first chunk with a token,
+    # of completions that share their prompt's computation in that of one
+    cached_tokens: int = 0
     # of a traced request: what was computed since its last chunk, again after a preemption
     prefills: tuple[PrefillTiming, ...] = ()
 

@@ -83,13 +83,15 @@ class TokenUsage:
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts
     versions: set[int] = field(default_factory=set)  # of the weights that chose them
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
     @property
@@ -219,6 +221,7 @@ async def pieces(
         if error is not None and chunk.finish is None:
             break  # others go on, and are aborted
         usage.versions.update(chunk.versions.tolist())
+        usage.cached_tokens += chunk.cached_tokens
         if prompt_only:
             chunk = _without_tokens(chunk)
         usage.completion_tokens += len(chunk.tokens)  # also of one that ends without an answer

@@ -28,7 +28,12 @@ def test_an_answer_has_text_tokens_and_the_weights_version(prompt: Any) -> None:
         "logprobs": [-0.5] * 5,
         "versions": [3] * 5,
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 5,
+            "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
         "weights_version": 3,
     }
 

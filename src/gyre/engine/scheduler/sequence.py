@@ -70,6 +70,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "cached_tokens",
         "chosen",
         "emitted",
         "first_token_s",
@@ -119,6 +120,7 @@ class Sequence:
         self.swapped: Swapped | None = None  # its KV in host memory, while its state is SWAPPED
         self.lost_tokens = 0  # whose KV was given up when it was preempted
         self.started_s: float | None = None  # when it first had a row
+        self.cached_tokens = 0  # of its prompt, then
         self.first_token_s: float | None = None
         self.prefills: list[PrefillTiming] = []  # of a traced request, until they go out
         # siblings that wait for this one to prefill their prompt
@@ -198,9 +200,10 @@ def make_chunk(
 ) -> TokenChunk:
     """Cut what has not gone out yet, and count it as out."""
     start, sequence.emitted = sequence.emitted, len(chosen.tokens)
-    timing = None
+    timing, cached_tokens = None, 0
     if start == 0 and sequence.started_s is not None and sequence.first_token_s is not None:
         timing = Timing(started_s=sequence.started_s, first_token_s=sequence.first_token_s)
+        cached_tokens = sequence.cached_tokens
     prefills: tuple[PrefillTiming, ...] = ()
     if sequence.prefills:
         prefills, sequence.prefills = tuple(sequence.prefills), []
@@ -228,6 +231,7 @@ def make_chunk(
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
         timing=timing,
+        cached_tokens=cached_tokens,
         prefills=prefills,
     )
 

@@ -151,6 +151,7 @@ class SchedulerState:
             )
         else:
             sequence.started_s = self.clock()
+            sequence.cached_tokens = len(hits) * self.page_tokens
             self.counters.prompt_tokens += len(sequence.request.tokens)
             self.counters.prefix_hit_tokens += len(hits) * self.page_tokens
         return row

@@ -35,12 +35,20 @@ class ErrorBody(Shape):
     error: ErrorDetail
 
 
+class PromptTokensDetails(Shape):
+    """What was not computed of the prompts."""
+
+    cached_tokens: int
+    """Found in the prefix cache."""
+
+
 class CompletionUsage(Shape):
     """Tokens read and chosen."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TokenLogprob(Shape):
