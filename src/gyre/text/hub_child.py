@@ -32,14 +32,14 @@ def load_apart(folder: Path, *, keep: Path | None = None) -> HubFiles:
     try:
         ran = subprocess.run(argv, capture_output=True, text=True, timeout=READ_S, check=True)
         found = _files_of(ran.stdout)
+        if keep is not None:
+            write_text(keep, ran.stdout, durable=False)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise InputError(
             f"the tokenizer of {folder} could not be read: {said[-300:]}",
             hint="load it with transformers.AutoTokenizer to see more",
         ) from error
-    if keep is not None:
-        write_text(keep, ran.stdout, durable=False)
     return found
 
 

@@ -237,20 +237,20 @@ async def running_engines(
     cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     ranks = args.config.engine.tensor_ranks
     engines = cluster if ranks == 1 else EngineGroups(cluster, ranks, emit=emit)
-    shared = tempfile.TemporaryDirectory(prefix="gyre-serve-")
-    kept = Path(shared.name) / KEPT_TOKENIZER
 
-    def start(name: str) -> Awaitable[WorkerHandle]:
+    def start(name: str, kept: Path | None = None) -> Awaitable[WorkerHandle]:
         served.refuse_changed()
         return engines.start(engine_spec(args, name, served, gpus=gpus, kept_tokenizer=kept))
 
     try:
         names = [f"engine-{number}" for number in range(args.replicas)]
         # read meanwhile, in a process of its own for a hub folder: transformers takes seconds
-        tokenizer, handles = await asyncio.gather(
-            asyncio.to_thread(read_tokenizer, args, kept),
-            asyncio.gather(*(start(name) for name in names)),
-        )
+        with tempfile.TemporaryDirectory(prefix="gyre-serve-") as shared:
+            kept = Path(shared) / KEPT_TOKENIZER
+            tokenizer, handles = await asyncio.gather(
+                asyncio.to_thread(read_tokenizer, args, kept),
+                asyncio.gather(*(start(name, kept) for name in names)),
+            )
         workers_s = time.monotonic() - begun_s
         pool = make_pool(engines, start, handles, args.config, emit)
         try:
@@ -268,7 +268,6 @@ async def running_engines(
             await pool.close()
     finally:
         await cluster.close()
-        shared.cleanup()
 
 
 @contextlib.asynccontextmanager
@@ -330,7 +329,12 @@ def read_tokenizer(args: ServeArgs, keep: Path) -> Tokenizer:
 
 
 def engine_spec(
-    args: ServeArgs, name: str, served: ServedFolder, *, gpus: int, kept_tokenizer: Path
+    args: ServeArgs,
+    name: str,
+    served: ServedFolder,
+    *,
+    gpus: int,
+    kept_tokenizer: Path | None = None,
 ) -> RoleSpec:
     """Return the worker of one replica, with the weights that are served now; of one over ranks,
     what they have in common and the GPUs of them all."""
@@ -345,7 +349,7 @@ def engine_spec(
             "config_json": args.config.model_dump_json(),
             # a later version is of files, also in a worker that is started again
             "load_format": args.load_format if served.version == 0 else "auto",
-            "kept_tokenizer": str(kept_tokenizer),
+            "kept_tokenizer": "" if kept_tokenizer is None else str(kept_tokenizer),
         },
         gpus=1.0 if gpus else 0.0,
         deadline_s=args.config.cluster.start_deadline_s,

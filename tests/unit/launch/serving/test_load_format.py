@@ -18,8 +18,6 @@ from gyre.models.hub.load import export_hub, init_weights
 from gyre.text.tokenizer import train_tokenizer
 from layout_cases import spec_of
 
-KEPT = Path("kept_tokenizer.json")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -65,15 +63,9 @@ def test_dummy_weights_are_drawn_without_files_and_each_time_the_same(folder: Pa
 
 def test_a_worker_that_starts_again_reads_the_files_of_a_later_version(folder: Path) -> None:
     args, served = args_for(folder), ServedFolder(folder)
-    assert (
-        engine_spec(args, "engine-0", served, gpus=0, kept_tokenizer=KEPT).arguments["load_format"]
-        == "dummy"
-    )
+    assert engine_spec(args, "engine-0", served, gpus=0).arguments["load_format"] == "dummy"
     served.move_to(folder, 1, ())
-    assert (
-        engine_spec(args, "engine-0", served, gpus=0, kept_tokenizer=KEPT).arguments["load_format"]
-        == "auto"
-    )
+    assert engine_spec(args, "engine-0", served, gpus=0).arguments["load_format"] == "auto"
 
 
 def test_another_load_format_is_refused(folder: Path) -> None:

@@ -28,8 +28,6 @@ from gyre.runconfig.run_config import RunConfig, load_run_config
 from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import train_tokenizer
 
-KEPT = Path("kept_tokenizer.json")
-
 TOKENIZER = train_tokenizer(["question: what is one? be brief"], vocab_size=300, min_share=0.0)
 QUESTION = [Message(role="user", content="what is one?")]
 
@@ -135,17 +133,11 @@ def test_a_replica_has_the_gpus_behind_those_of_the_one_before(tmp_path) -> None
     args = args_of(tmp_path, cut(tmp_path, 4), replicas=2)
     served = ServedFolder(tmp_path)
     for number, devices in ((0, (0, 1, 2, 3)), (1, (4, 5, 6, 7))):
-        spec = engine_spec(args, f"engine-{number}", served, gpus=8, kept_tokenizer=KEPT)
+        spec = engine_spec(args, f"engine-{number}", served, gpus=8)
         assert spec.devices == devices and spec.gpus == 0
         assert spec.environment["NCCL_NVLS_ENABLE"] == "0", "NVLink multicast stays off"
-    assert engine_spec(args, "engine-1", served, gpus=0, kept_tokenizer=KEPT).devices == ()
-    one = engine_spec(
-        args_of(tmp_path, cut(tmp_path, 1), replicas=2),
-        "engine-1",
-        served,
-        gpus=2,
-        kept_tokenizer=KEPT,
-    )
+    assert engine_spec(args, "engine-1", served, gpus=0).devices == ()
+    one = engine_spec(args_of(tmp_path, cut(tmp_path, 1), replicas=2), "engine-1", served, gpus=2)
     assert (one.gpus, one.devices, one.environment) == (1.0, (), {})
 
 
