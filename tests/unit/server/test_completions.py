@@ -46,6 +46,8 @@ def test_choices_are_those_of_each_prompt_in_order(prompts: Any) -> None:
     assert [choice["text"] for choice in many["choices"]] == texts
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert many["usage"][name] == sum(answer["usage"][name] for answer in each)
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in each]
+    assert many["usage"]["prompt_tokens_details"] == {"cached_tokens": sum(cached)}
 
 
 def test_a_stream_of_several_prompts_interleaves_and_joins_to_the_whole_answer() -> None:

@@ -68,6 +68,13 @@ def test_a_worker_that_starts_again_reads_the_files_of_a_later_version(folder: P
     assert engine_spec(args, "engine-0", served, gpus=0).arguments["load_format"] == "auto"
 
 
+def test_only_what_starts_with_the_server_waits_for_its_tokenizer(folder: Path) -> None:
+    args, served, kept = args_for(folder), ServedFolder(folder), folder / "kept.json"
+    first = engine_spec(args, "engine-0", served, gpus=0, kept_tokenizer=kept)
+    again = engine_spec(args, "engine-0", served, gpus=0)
+    assert [spec.arguments["kept_tokenizer"] for spec in (first, again)] == [str(kept), ""]
+
+
 def test_another_load_format_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="need auto or dummy"):
         serve(args_for(folder, load_format="safetensors"), as_json=True)
