@@ -25,6 +25,7 @@ from gyre.weights.transports.part_layout import (
     Wanted,
     all_numbers,
     dtype_of,
+    owners_in_turn,
     plan_reads,
 )
 
@@ -84,9 +85,8 @@ class ReadPlan:
         def wanted(owner: int) -> Wanted:
             return all_numbers if held is None or broadcast[owner] else held.wanted
 
-        reads = plan_reads(
-            entries, num_owners=len(broadcast), bucket_bytes=bucket_bytes, wanted=wanted
-        )
+        owners = _order_owners(broadcast, held)
+        reads = plan_reads(entries, owners=owners, bucket_bytes=bucket_bytes, wanted=wanted)
         self.buckets = tuple(
             _place(read, following, own, held)
             for read, following in zip(reads, _next_stretches(reads), strict=True)
@@ -105,6 +105,16 @@ class ReadPlan:
         layout = _layout_of(entries), tuple(broadcast), bucket_bytes
         same_tensors = held is self._held and _addresses_of(own) == self._addresses
         return same_tensors and layout == self._layout
+
+
+def _order_owners(broadcast: Sequence[bool], held: TensorPart | None) -> Sequence[int]:
+    """Return the order in which owners are asked. Readers of the same bytes have one order: what is
+    broadcast, or staged once for several, comes to all of them at the same time. Tensor ranks read
+    different bytes, and begin with different owners."""
+    num_owners = len(broadcast)
+    if held is None or any(broadcast):
+        return range(num_owners)
+    return owners_in_turn(num_owners, reader=held.group.rank, num_readers=held.group.size)
 
 
 def _layout_of(entries: Sequence[TensorEntry]) -> tuple[object, ...]:

@@ -44,7 +44,7 @@ def test_only_the_tensor_with_a_wrong_number_is_found(
             for rank, store in enumerate(stores)
         ]
     manifest = join_parts(4, 0, parts).manifest
-    buckets = plan_reads(manifest.entries, num_owners=len(parts), bucket_bytes=bucket_bytes)
+    buckets = plan_reads(manifest.entries, owners=range(len(parts)), bucket_bytes=bucket_bytes)
 
     def faults():
         sums = LandedSums()

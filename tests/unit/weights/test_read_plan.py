@@ -8,14 +8,19 @@ from typing import Any
 import torch
 
 from gyre.distributed.layout import whole_model
-from gyre.distributed.process_group import alone
-from gyre.weights.manifest import make_manifest
+from gyre.distributed.process_group import RankGroup, alone
+from gyre.models.layout import model_layout
+from gyre.weights.manifest import make_manifest, shard_entries
 from gyre.weights.read_plan import ReadPlan
 from gyre.weights.registered import ReadOver
+from gyre.weights.shards import row_layout
 from gyre.weights.tensor_part import TensorPart
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import PartOpener, Reading
+from layout_cases import spec_of
 from part_cases import SHAPES, register, shared_folder, silent, stores_of, whole_tensors
+
+SPEC = spec_of(num_heads=4, num_kv_heads=2, vocab_size=13)
 
 
 def entries_of(seed: int):
@@ -34,6 +39,31 @@ def test_a_plan_fits_all_but_other_checksums() -> None:
     assert not plan.fits(other, own, **layout)
     for change in ({"bucket_bytes": 192}, {"broadcast": [True]}, {"held": held}):
         assert not plan.fits(entries, own, **{**layout, **change})
+
+
+def owners_asked(*, rank: int, broadcast: bool) -> list[int]:
+    """The owners of the first buckets that a tensor rank reads, of three that registered rows."""
+    model = model_layout(SPEC, 2)
+    layout = row_layout(SPEC.parameter_shapes(), num_ranks=3)
+    group = RankGroup(name="test", rank=rank, size=2, device=torch.device("cpu"))
+    held = TensorPart(table=model, group=group)
+    own = {name: torch.zeros(shape) for name, shape in model.local_shapes.items()}
+    plan = ReadPlan(
+        shard_entries(layout, torch.float32),
+        own,
+        broadcast=[broadcast] * 3,
+        bucket_bytes=256,
+        held=held,
+    )
+    return [bucket.read.owner for bucket in plan.buckets[:4]]
+
+
+def test_tensor_ranks_begin_with_different_owners_but_of_what_is_broadcast() -> None:
+    """A broadcast comes to all readers at once: each waits for it, so they take one order."""
+    assert owners_asked(rank=0, broadcast=False) == [0, 1, 2, 0]
+    assert owners_asked(rank=1, broadcast=False) == [1, 2, 0, 1]
+    for rank in range(2):
+        assert owners_asked(rank=rank, broadcast=True) == [0, 1, 2, 0]
 
 
 def test_versions_arrive_by_a_kept_plan_and_after_the_tensors_have_moved() -> None:

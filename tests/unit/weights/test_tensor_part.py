@@ -112,7 +112,7 @@ def test_a_part_is_read_around_what_nobody_wants(rank, bucket_bytes):
     found: dict[str, list[int]] = {entry.name: [] for entry in entries}
     read_bytes = 0
     plan = plan_reads(
-        entries, num_owners=1, bucket_bytes=bucket_bytes, wanted=lambda owner: held.wanted
+        entries, owners=[0], bucket_bytes=bucket_bytes, wanted=lambda owner: held.wanted
     )
     for bucket in plan:
         assert bucket.size_bytes <= bucket_bytes

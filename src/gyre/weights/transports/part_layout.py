@@ -141,18 +141,27 @@ def all_numbers(placed: PlacedSegment) -> Iterable[tuple[int, int]]:
     return [(placed.segment.start, placed.segment.stop)]
 
 
+def owners_in_turn(num_owners: int, *, reader: int, num_readers: int) -> tuple[int, ...]:
+    """Return the order in which a reader asks the owners of parts, the one beside it first. As long
+    as readers keep step, no owner is asked by two of them at once where there is one for each, and
+    every link between two devices is used both ways."""
+    assert 0 <= reader < num_readers
+    first = reader * num_owners // num_readers
+    return tuple((first + step) % num_owners for step in range(num_owners))
+
+
 def plan_reads(
     entries: Sequence[TensorEntry],
     *,
-    num_owners: int,
+    owners: Sequence[int],
     bucket_bytes: int,
     wanted: Callable[[int], Wanted] = lambda owner: all_numbers,
 ) -> tuple[ReadBucket, ...]:
     """Plan to read every wanted number once, in buckets of at most `bucket_bytes`. What is not
-    wanted is left out of a bucket. Owners take turns, so that no one's link waits for another's.
-    `wanted` is asked for each owner's part."""
+    wanted is left out of a bucket. Owners take turns in their order, so that no one's link waits
+    for another's. `wanted` is asked for each owner's part."""
     assert bucket_bytes >= ALIGN_BYTES
-    plans = [_plan_part(entries, owner, bucket_bytes, wanted(owner)) for owner in range(num_owners)]
+    plans = [_plan_part(entries, owner, bucket_bytes, wanted(owner)) for owner in owners]
     turns = zip_longest(*plans)
     return tuple(bucket for turn in turns for bucket in turn if bucket is not None)
 

@@ -14,7 +14,13 @@ from gyre.distributed.layout import BoxRun
 from gyre.models.layout import model_layout
 from gyre.weights.manifest import shard_entries
 from gyre.weights.shards import row_layout
-from gyre.weights.transports.part_layout import dtype_of, part_bytes, place_part, plan_reads
+from gyre.weights.transports.part_layout import (
+    dtype_of,
+    owners_in_turn,
+    part_bytes,
+    place_part,
+    plan_reads,
+)
 from gyre.weights.transports.publish import cut_evenly
 from layout_cases import spec_of
 
@@ -55,12 +61,16 @@ def test_segments_lie_apart_on_lines_of_64_bytes_in_the_manifests_order(case):
 
 
 @settings(deadline=None, max_examples=60)
-@given(manifests(), st.integers(64, 3000))
-def test_every_number_moves_once_in_bounded_buckets(case, bucket_bytes):
+@given(manifests(), st.integers(64, 3000), st.data())
+def test_every_number_moves_once_in_bounded_buckets(case, bucket_bytes, data):
     entries, num_owners = case
+    owners = data.draw(st.permutations(range(num_owners)))
     moved = {entry.name: np.zeros(math.prod(entry.shape), int) for entry in entries}
     at = [0] * num_owners
-    for bucket in plan_reads(entries, num_owners=num_owners, bucket_bytes=bucket_bytes):
+    plan = plan_reads(entries, owners=owners, bucket_bytes=bucket_bytes)
+    first_of_each = dict.fromkeys(bucket.owner for bucket in plan)
+    assert list(first_of_each) == [owner for owner in owners if owner in first_of_each]
+    for bucket in plan:
         assert 0 < bucket.size_bytes <= bucket_bytes
         end = 0
         for one in bucket.stretches:
@@ -79,6 +89,21 @@ def test_every_number_moves_once_in_bounded_buckets(case, bucket_bytes):
             assert piece.run.start == placed.segment.start + first
             moved[entry.name][numbers_of(entry, piece.run)] += 1
     assert all((counts == 1).all() for counts in moved.values())
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_readers_in_step_ask_different_owners(num_owners, num_readers):
+    orders = [
+        owners_in_turn(num_owners, reader=reader, num_readers=num_readers)
+        for reader in range(num_readers)
+    ]
+    for order in orders:
+        assert sorted(order) == list(range(num_owners))
+    most_readers = -(-num_readers // num_owners)
+    for asked in zip(*orders, strict=True):
+        assert max(asked.count(owner) for owner in asked) <= most_readers
+    if num_owners == num_readers:
+        assert [order[0] for order in orders] == list(range(num_owners)), "its own device first"
 
 
 @given(st.lists(st.integers(0, 5000).map(lambda n: n * 8), max_size=12), st.integers(1, 6))
