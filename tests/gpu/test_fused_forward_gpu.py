@@ -3,23 +3,26 @@ as the trainer runs them, with the same attention, and the products of both from
 
 With few rows of a wide model the next norm adds a product to the residual stream. The composition
 does that where a reduction is injected, here the identity. With many rows the product adds it
-itself, as at one rank. Left out are numbers of rows for which the fused pass asks the library in
-another way, for speed: one, and those of `BIAS_ROWS`. Their sums have another order.
+itself, as at one rank. Norms per head are those of the engine's kernel in both: the trainer's sums a
+head's squares in another order.
+
+Left out are numbers of rows for which the fused pass asks the library in another way, for speed: one,
+and those of `BIAS_ROWS`. Their sums have another order, too.
 """
 
-# T tokens, H heads, K kv heads, D head dim, P pages of a row
+# T tokens, H heads, K kv heads, J = H + 2K, D head dim, R = J·D
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gyre.distributed.process_group import alone
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
+from gyre.models.layers import blocks
 from gyre.models.layers.layer import Layer
 from gyre.models.layers.tensor_parallel import ReplicatedRows, Rows
 from gyre.models.spec import spec_from_shape
@@ -30,27 +33,33 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PAGE_TOKENS, VOCAB = 64, 1000
-NARROW = {"hidden_size": 512, "mlp_size": 1024, "num_heads": 4, "num_kv_heads": 2}
-WIDE = {"hidden_size": 2048, "mlp_size": 4096, "num_heads": 16, "num_kv_heads": 4}
-FAMILIES = {
-    "qwen3": {"family": "qwen3"},
-    "llama": {"family": "llama"},
-    "qwen2": {"family": "qwen2"},
-}
+FAMILIES = ("qwen3", "llama", "qwen2")  # norms per head, neither, biases
 
 
 class Identity(ReplicatedRows):
     """The injected reduction of one rank."""
 
     def __init__(self) -> None:
-        self.peers = None
+        super().__init__(alone(torch.device("cuda")))
 
     def begin_reduce_rows(self, partial_TE: Tensor) -> Rows:
         return lambda: partial_TE
 
 
-def make_decoder(sizes: dict[str, Any], *, injects: bool) -> Decoder:
-    shape = ShapeConfig(num_layers=3, head_dim=128, tied=False, context_tokens=1024, **sizes)
+def make_decoder(family: str, hidden_size: int, *, injects: bool) -> Decoder:
+    shape = ShapeConfig.model_validate(
+        {
+            "family": family,
+            "hidden_size": hidden_size,
+            "num_layers": 3,
+            "num_heads": 16,
+            "num_kv_heads": 4,
+            "head_dim": 128,
+            "mlp_size": 4096,
+            "tied": False,
+            "context_tokens": 1024,
+        }
+    )
     spec = spec_from_shape(shape, vocab_size=VOCAB, bos_id=None, eos_ids=())
     decoder = Decoder(spec, device=torch.device("cuda"), dtype=torch.bfloat16)
     init_weights(decoder, 0)
@@ -69,6 +78,48 @@ def make_decoder(sizes: dict[str, Any], *, injects: bool) -> Decoder:
     return decoder
 
 
+def pages_for(num_tokens: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """A layer's pages for one row, and its table."""
+    num_pages = -(-num_tokens // PAGE_TOKENS)
+    shape = num_pages, 2, num_kv_heads, PAGE_TOKENS, head_dim
+    table_RP = torch.arange(num_pages, dtype=torch.int32, device="cuda")[None]
+    return torch.zeros(shape, device="cuda", dtype=torch.bfloat16), table_RP
+
+
+def in_pages(pages: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The keys and values in a layer's pages."""
+    k_TKD, v_TKD = (pages[:, which].transpose(1, 2).flatten(0, 1)[:num_tokens] for which in (0, 1))
+    return k_TKD, v_TKD
+
+
+def turned_by_the_engine(
+    qkv_TR: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, cos_T1D: Tensor,
+    sin_T1D: Tensor, *, heads: tuple[int, int], eps: float,
+) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+    """In place of `turn_heads`, of tokens at positions 0, 1, …"""
+    from gyre.kernels.gpu.pointwise import turn_and_write
+
+    num_tokens, head_dim, (num_heads, num_kv_heads) = len(qkv_TR), cos_T1D.shape[-1], heads
+    pages, table_RP = pages_for(num_tokens, num_kv_heads, head_dim)
+    qkv_TJD = qkv_TR.view(num_tokens, -1, head_dim).clone()
+    position_T = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
+    half = head_dim // 2
+    turn_and_write(
+        qkv_TJD,
+        q_norm_D,
+        k_norm_D,
+        cos_T1D[:, 0, :half].contiguous(),
+        sin_T1D[:, 0, half:].contiguous(),
+        torch.zeros_like(position_T),
+        position_T,
+        table_RP,
+        pages,
+        num_heads=num_heads,
+        eps=eps,
+    )
+    return qkv_TJD[:, :num_heads], *in_pages(pages, num_tokens), None
+
+
 def composed(decoder: Decoder, token_T: Tensor, position_T: Tensor) -> Tensor:
     """Return logits by the layers that the trainer runs."""
 
@@ -83,18 +134,11 @@ def fused(decoder: Decoder, token_T: Tensor, position_T: Tensor) -> Tensor:
     from gyre.models.fused_forward import FusedForward
 
     spec, num_tokens = decoder.spec, len(token_T)
-    num_pages = -(-num_tokens // PAGE_TOKENS)
-    table_RP = torch.arange(num_pages, dtype=torch.int32, device="cuda")[None]
-    pages = torch.zeros(
-        spec.num_layers, num_pages, 2, spec.num_kv_heads, PAGE_TOKENS, spec.head_dim,
-        device="cuda", dtype=torch.bfloat16,
-    )  # fmt: skip
+    made = [pages_for(num_tokens, spec.num_kv_heads, spec.head_dim) for _ in decoder.layers]
+    pages, table_RP = [each for each, _ in made], made[0][1]
 
     def attend(index: int, q_THD: Tensor, out_THD: Tensor) -> None:
-        k_TKD, v_TKD = (
-            pages[index][:, which].transpose(1, 2).flatten(0, 1)[:num_tokens] for which in (0, 1)
-        )
-        out_THD.copy_(varlen_attention(q_THD, k_TKD, v_TKD, [num_tokens]))
+        out_THD.copy_(varlen_attention(q_THD, *in_pages(pages[index], num_tokens), [num_tokens]))
 
     forward = FusedForward(decoder, pages.__getitem__, table_RP, invariant=False)
     row_T = torch.zeros_like(token_T)
@@ -103,16 +147,17 @@ def fused(decoder: Decoder, token_T: Tensor, position_T: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("sizes", "rows", "injects"),
-    [(NARROW, 5, False), (NARROW, 200, False), (WIDE, 8, True), (WIDE, 120, True),
-     (WIDE, 256, True), (WIDE, 300, False), (WIDE, 1000, False)],
-    ids=lambda given: given["hidden_size"] if isinstance(given, dict) else given,
+    ("hidden_size", "rows", "injects"),
+    [(2048, 8, True), (2048, 120, True), (2048, 256, True), (2048, 300, False),
+     (2048, 1000, False), (4096, 120, True), (4096, 300, False)],
 )  # fmt: skip
 @torch.inference_mode()
 def test_the_fused_pass_is_its_composition_to_the_bit(
-    family: str, sizes: dict[str, int], rows: int, injects: bool
+    monkeypatch: pytest.MonkeyPatch, family: str, hidden_size: int, rows: int, injects: bool
 ) -> None:
-    decoder = make_decoder({**FAMILIES[family], **sizes}, injects=injects)
+    decoder = make_decoder(family, hidden_size, injects=injects)
+    if family == "qwen3":
+        monkeypatch.setattr(blocks, "turn_heads", turned_by_the_engine)
     token_T = torch.arange(rows, dtype=torch.int32, device="cuda") * 7 % VOCAB
     position_T = torch.arange(rows, dtype=torch.int32, device="cuda")
     found, expected = (run(decoder, token_T, position_T) for run in (fused, composed))
@@ -124,7 +169,7 @@ def test_the_fused_pass_is_its_composition_to_the_bit(
 def test_another_sum_of_the_residual_stream_has_other_bits() -> None:
     """What the equality sees: a product that adds to the stream itself rounds once."""
     token_T = torch.arange(120, dtype=torch.int32, device="cuda") * 7 % VOCAB
-    made = [make_decoder({**FAMILIES["qwen3"], **WIDE}, injects=each) for each in (True, False)]
+    made = [make_decoder("llama", 2048, injects=injects) for injects in (True, False)]
     injected, plain = (composed(decoder, token_T, token_T) for decoder in made)
     assert not torch.equal(injected, plain)
 
