@@ -24,10 +24,10 @@ def spec_of(family: Family = "qwen3", **sizes: Any) -> ModelSpec:
         "num_kv_heads": 2,
         "mlp_size": 8,
         "tied": False,
+        "head_dim": 2,
     } | sizes
     return ModelSpec(
         family=family,
-        head_dim=2,
         context_tokens=8,
         rope_theta=1e4,
         norm_eps=1e-6,

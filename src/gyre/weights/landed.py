@@ -21,7 +21,8 @@ from gyre.kernels.checksum import as_hex, checksums
 from gyre.weights.boxes import views
 from gyre.weights.manifest import segment_run
 from gyre.weights.transports.mapped import huge_pages
-from gyre.weights.transports.part_layout import ALIGN_BYTES, ReadPiece
+from gyre.weights.transports.part_layout import ReadPiece
+from gyre.weights.transports.part_range import ALIGN_BYTES
 
 KEEP_AND_SUM = "keep and sum"  # purpose of a stream
 KEPT_BYTES = 1 << 30  # of tensors kept at once: a copy waits for those of its tensors

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from gyre.core.records import TensorEntry
 from gyre.weights.boxes import views
 from gyre.weights.tensor_part import TensorPart
 from gyre.weights.transports.part_layout import (
-    PartRange,
     ReadBucket,
     ReadPiece,
     Wanted,
@@ -28,6 +28,7 @@ from gyre.weights.transports.part_layout import (
     owners_in_turn,
     plan_reads,
 )
+from gyre.weights.transports.part_range import PartRange
 
 BytesOf = Callable[[ReadPiece], Tensor]  # of a bucket at hand
 
@@ -74,16 +75,19 @@ class ReadPlan:
         *,
         broadcast: Sequence[bool],
         bucket_bytes: int,
+        by_rows: bool,
         held: TensorPart | None,
     ) -> None:
-        """`broadcast`: by owner, whether its whole part is read. `held`: what `own` is of the whole
-        tensors."""
-        self._layout = _layout_of(entries), tuple(broadcast), bucket_bytes
+        """`broadcast`: by owner, whether its whole part is read. `by_rows`: whether publishers cut
+        columns out of rows. `held`: what `own` is of the whole tensors."""
+        self._layout = _layout_of(entries), tuple(broadcast), bucket_bytes, by_rows
         self._addresses = _addresses_of(own)
         self._held = held
 
         def wanted(owner: int) -> Wanted:
-            return all_numbers if held is None or broadcast[owner] else held.wanted
+            if held is None or broadcast[owner]:
+                return all_numbers
+            return partial(held.wanted, by_rows=by_rows)
 
         owners = _order_owners(broadcast, held)
         reads = plan_reads(entries, owners=owners, bucket_bytes=bucket_bytes, wanted=wanted)
@@ -99,10 +103,11 @@ class ReadPlan:
         *,
         broadcast: Sequence[bool],
         bucket_bytes: int,
+        by_rows: bool,
         held: TensorPart | None,
     ) -> bool:
         """Return whether a plan of these would be this one."""
-        layout = _layout_of(entries), tuple(broadcast), bucket_bytes
+        layout = _layout_of(entries), tuple(broadcast), bucket_bytes, by_rows
         same_tensors = held is self._held and _addresses_of(own) == self._addresses
         return same_tensors and layout == self._layout
 
@@ -164,7 +169,7 @@ def _place(
             for _, one in pairs
         )
         if cut:  # none where its columns are of other ranks
-            cuts_columns = held is not None and held.cuts_columns(piece.placed)
+            cuts_columns = held is not None and held.cuts_columns(entry.name, piece.run)
             values.append((piece, cuts_columns, cut))
     names = frozenset(piece.placed.entry.name for piece in read.pieces)
     return PlannedBucket(

@@ -84,6 +84,7 @@ class _VersionReader:
         layout: dict[str, Any] = {
             "broadcast": broadcast,
             "bucket_bytes": bucket_bytes,
+            "by_rows": self._is_lent,
             "held": held,
         }
         if isinstance(last_plan, ReadPlan) and last_plan.fits(entries, own, **layout):

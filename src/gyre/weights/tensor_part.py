@@ -28,7 +28,7 @@ from gyre.weights.boxes import common_views, local_source
 from gyre.weights.manifest import checksum_fault, refuse_faults, segment_run
 from gyre.weights.shards import Shape
 from gyre.weights.tensor_source import TensorSource
-from gyre.weights.transports.part_layout import PlacedSegment
+from gyre.weights.transports.part_layout import PlacedSegment, WantedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,19 +52,21 @@ class TensorPart:
         """Return a source of this rank's local tensors, over one of whole tensors."""
         return local_source(source, self.table, self.group.rank)
 
-    def wanted(self, placed: PlacedSegment) -> Iterator[tuple[int, int]]:
-        """Yield [start, stop) of a segment's numbers outside of which this rank holds none."""
+    def wanted(self, placed: PlacedSegment, *, by_rows: bool = False) -> Iterator[WantedRun]:
+        """Yield [start, stop) of a segment's numbers outside of which this rank holds none.
+        `by_rows`: with the columns of them that it holds, where a whole row is not wanted."""
         name, last = placed.entry.name, placed.segment.start
-        for run, _, _ in self._runs(self.group.rank, name):
+        runs = self._runs(self.group.rank, name)
+        by_rows = by_rows and len(runs) == 1 and placed.segment.columns is None
+        for run, _, _ in runs:
             low, high = placed.run.reach(run, self._columns(name))
             if max(low, last) < high:
-                yield max(low, last), high
+                yield max(low, last), high, run.columns if by_rows else None
                 last = high
 
-    def cuts_columns(self, placed: PlacedSegment) -> bool:
-        """Return whether this rank holds other columns of the tensor than the segment has."""
-        runs = self._runs(self.group.rank, placed.entry.name)
-        return any(run.columns != placed.segment.columns for run, _, _ in runs)
+    def cuts_columns(self, name: str, found: BoxRun) -> bool:
+        """Return whether this rank holds other columns of the tensor than the run has."""
+        return any(run.columns != found.columns for run, _, _ in self._runs(self.group.rank, name))
 
     def views(
         self, name: str, local: Tensor, run: BoxRun, values_N: Tensor

@@ -29,7 +29,12 @@ def entries_of(seed: int):
 
 def test_a_plan_fits_all_but_other_checksums() -> None:
     own, entries = whole_tensors(0), entries_of(1)
-    layout: dict[str, Any] = {"broadcast": [False], "bucket_bytes": 128, "held": None}
+    layout: dict[str, Any] = {
+        "broadcast": [False],
+        "bucket_bytes": 128,
+        "by_rows": False,
+        "held": None,
+    }
     plan = ReadPlan(entries, own, **layout)
     assert entries_of(2) != entries and plan.fits(entries_of(2), own, **layout)
     moved = {**own, "big": own["big"].clone()}
@@ -37,7 +42,8 @@ def test_a_plan_fits_all_but_other_checksums() -> None:
     held = TensorPart(table=whole_model(SHAPES), group=alone(torch.device("cpu")))
     assert not plan.fits(entries, moved, **layout)
     assert not plan.fits(other, own, **layout)
-    for change in ({"bucket_bytes": 192}, {"broadcast": [True]}, {"held": held}):
+    changes = {"bucket_bytes": 192, "broadcast": [True], "by_rows": True, "held": held}
+    for change in ({name: value} for name, value in changes.items()):
         assert not plan.fits(entries, own, **{**layout, **change})
 
 
@@ -53,6 +59,7 @@ def owners_asked(*, rank: int, broadcast: bool) -> list[int]:
         own,
         broadcast=[broadcast] * 3,
         bucket_bytes=256,
+        by_rows=False,
         held=held,
     )
     return [bucket.read.owner for bucket in plan.buckets[:4]]

@@ -4,6 +4,7 @@ of any size, and verified by all ranks together."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,16 +17,25 @@ from gyre.distributed.process_group import RankGroup
 from gyre.models.layout import model_layout
 from gyre.models.spec import ModelSpec
 from gyre.weights.manifest import make_manifest
+from gyre.weights.read_plan import ReadPlan
 from gyre.weights.registered import ReadOver
 from gyre.weights.shards import row_layout
 from gyre.weights.tensor_part import TensorPart
 from gyre.weights.tensor_source import LiveTensors
-from gyre.weights.transports.addresses import GLOO, SHM, host_id
+from gyre.weights.transports.addresses import CUDA_IPC, GLOO, SHM, host_id
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.part_layout import GAP_BYTES, place_part, plan_reads
 from gyre.weights.transports.publish import join_parts, publish_part
 from layout_cases import numbered, spec_of
-from part_cases import live_servers, register, shard_offer, shared_folder, stores_of
+from part_cases import (
+    Memory,
+    live_servers,
+    register,
+    shard_offer,
+    shared_folder,
+    silent,
+    stores_of,
+)
 from rank_pool import RankPool
 
 SPEC = spec_of(num_heads=4, num_kv_heads=2, vocab_size=13)
@@ -97,6 +107,35 @@ def test_each_rank_gets_its_numbers_from_any_layout(trained, num_ranks, bucket_b
                 assert told[0] <= size_bytes + 64 * len(own) * 2 * layout.num_holders
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 3), st.integers(1 << 13, 1 << 19))
+def test_no_more_than_its_own_is_read_where_publishers_cut_columns(rank, bucket_bytes):
+    """Each number of the rank's own once, and of the others what lies between two tensors."""
+    spec = spec_of(hidden_size=512, vocab_size=4096, num_heads=8, num_kv_heads=4, mlp_size=1024)
+    held = part_of_rank(spec, rank, 4)
+    tensors = {name: torch.empty(shape) for name, shape in spec.parameter_shapes().items()}
+    entries = make_manifest(1, tensors, shared=False, checksums=False).entries
+    plan = plan_reads(
+        entries,
+        owners=[0],
+        bucket_bytes=bucket_bytes,
+        wanted=lambda owner: partial(held.wanted, by_rows=True),
+    )
+    moved = {name: torch.zeros(shape) for name, shape in held.table.local_shapes.items()}
+    for bucket in plan:
+        assert bucket.size_bytes <= bucket_bytes and all(one.is_sound for one in bucket.stretches)
+        for piece in bucket.pieces:
+            ones_N = torch.ones(piece.run.stop - piece.run.start)
+            assert piece.stop - piece.start == ones_N.nbytes
+            name = piece.placed.entry.name
+            for home, values in held.views(name, moved[name], piece.run, ones_N):
+                home += values
+    assert all((counts == 1).all() for counts in moved.values())
+    own_bytes = sum(tensor.nbytes for tensor in moved.values())
+    read_bytes = sum(bucket.size_bytes for bucket in plan)
+    assert read_bytes <= own_bytes + len(entries) * GAP_BYTES
+
+
 @given(st.integers(0, 3), st.integers(1 << 17, 1 << 19))
 def test_a_part_is_read_around_what_nobody_wants(rank, bucket_bytes):
     """Wanted numbers once and in their order; of the others no more than a gap between two. Buckets
@@ -106,7 +145,7 @@ def test_a_part_is_read_around_what_nobody_wants(rank, bucket_bytes):
     tensors = {name: torch.empty(shape) for name, shape in spec.parameter_shapes().items()}
     entries = make_manifest(1, tensors, shared=False, checksums=False).entries
     wanted = {
-        placed.entry.name: [number for run in held.wanted(placed) for number in run]
+        placed.entry.name: [number for run in held.wanted(placed) for number in run[:2]]
         for placed in place_part(entries, 0)
     }
     found: dict[str, list[int]] = {entry.name: [] for entry in entries}
@@ -131,6 +170,76 @@ def test_a_part_is_read_around_what_nobody_wants(rank, bucket_bytes):
     assert max(len(bucket.stretches) for bucket in plan) > 1
     whole_bytes = sum(tensor.nbytes for tensor in tensors.values())
     assert read_bytes < 0.75 * whole_bytes, "matrices cut by columns come whole, others in part"
+
+
+ROWS = spec_of(
+    hidden_size=64, mlp_size=384, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=13
+)
+
+
+@pytest.mark.parametrize("source", ["tensors", "a slot that is served", "a slot of its host"])
+@pytest.mark.parametrize(("num_shards", "num_ranks"), [(1, 2), (2, 2), (3, 2), (3, 4)])
+def test_publishers_cut_the_columns_of_a_rank(source: str, num_shards: int, num_ranks: int) -> None:
+    """In buckets that hold some rows, out of shards that begin amid a row."""
+    layout = row_layout(ROWS.parameter_shapes(), num_ranks=num_shards)
+    whole = numbered(ROWS)
+    with (
+        shared_folder() as folder,
+        stores_of(folder, num_shards) as stores,
+        live_servers(folder, num_shards, CUDA_IPC, bucket_bytes=4096) as lives,
+    ):
+        trained = {name: tensor.clone() for name, tensor in whole.items()}
+        parts = [
+            publish_part(
+                shard_offer(layout, trained, rank, version=4),
+                rank=rank,
+                num_ranks=num_shards,
+                store=store,
+                live=live,
+            )
+            for rank, (store, live) in enumerate(zip(stores, lives, strict=True))
+        ]
+        offer = join_parts(4, 0, parts)
+        for rank in range(num_ranks):
+            held = part_of_rank(ROWS, rank, num_ranks)
+            expected = locals_of(held, {name: one.bfloat16() for name, one in whole.items()})
+            own = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+            reading = Reading(
+                host_id=host_id(folder),
+                folder=folder,
+                preference=(CUDA_IPC, SHM),
+                open_staging=Memory,
+                deadline_s=20.0,
+            )
+            opener = PartOpener(reading)
+            swap = ReadOver(offer, own, parts=opener, emit=silent, held=held)
+            assert isinstance(opener.plan, ReadPlan)
+            assert cut_by_rows(opener.plan) == {
+                name for name in own if name.endswith(("out.weight", "down.weight"))
+            }
+            if source != "tensors":
+                for live in lives:
+                    live.withdraw()
+            if source == "a slot of its host":
+                for live in lives:
+                    live.close()
+            swap.run()
+            swap.settle()
+            assert same(own, expected)
+            opener.close()
+            if source != "tensors":
+                break  # they are served no more
+
+
+def cut_by_rows(plan: ReadPlan) -> set[str]:
+    """The tensors of which publishers cut columns."""
+    return {
+        piece.placed.entry.name
+        for bucket in plan.buckets
+        for piece in bucket.read.pieces
+        for stretch in bucket.read.stretches
+        if stretch.row_bytes and stretch.at == piece.start
+    }
 
 
 def test_a_broadcast_is_read_whole_by_each_rank():

@@ -14,7 +14,8 @@ from typing import Protocol
 from torch import Tensor
 
 from gyre.core.offers import RegisteredPart
-from gyre.weights.transports.part_layout import PartRange, PlacedSegment
+from gyre.weights.transports.part_layout import PlacedSegment
+from gyre.weights.transports.part_range import PartRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -41,13 +41,8 @@ from gyre.weights.transports.device.cuda_ipc import Staging, open_cuda
 from gyre.weights.transports.device.group_part import GroupPart, JoinedGroups
 from gyre.weights.transports.device.slot_behind import SlotBehind
 from gyre.weights.transports.device.staged_part import StagedPart
-from gyre.weights.transports.part_layout import (
-    PartRange,
-    PlacedSegment,
-    dtype_of,
-    part_bytes,
-    place_part,
-)
+from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
+from gyre.weights.transports.part_range import PartRange
 from gyre.weights.transports.slots import MappedSlot, SharedMemoryPart
 from gyre.weights.transports.tcp_reader import TcpPart
 

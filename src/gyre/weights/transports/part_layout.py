@@ -6,7 +6,8 @@ A part has the owner's segments in the manifest's order, each at the next multip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -14,12 +15,13 @@ import torch
 
 from gyre.core.records import Segment, TensorEntry
 from gyre.core.rounding import round_up
-from gyre.distributed.layout import BoxRun
+from gyre.distributed.layout import BoxRun, Columns
+from gyre.weights.transports.part_range import ALIGN_BYTES, PartRange, bucket_size
 
-ALIGN_BYTES = 64
 GAP_BYTES = 64 << 10  # that are not wanted, and that are read rather than left out
-# [start, stop) of a segment's numbers that a receiver wants, in order
-Wanted = Callable[["PlacedSegment"], Iterable[tuple[int, int]]]
+# [start, stop) of a segment's numbers, and the columns of them that a receiver wants; None: all
+WantedRun = tuple[int, int, Columns]
+Wanted = Callable[["PlacedSegment"], Iterable[WantedRun]]  # in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,62 +67,18 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRange:
-    """Consecutive bytes of a part, and their place in a bucket: both begin at lines of 64 bytes."""
-
-    start: int  # byte of the part
-    stop: int
-    at: int  # byte of the bucket
-
-    @property
-    def end(self) -> int:
-        """Return the byte of the bucket behind it."""
-        return self.at + self.stop - self.start
-
-
-def bucket_size(stretches: Sequence[PartRange]) -> int:
-    """Return the bytes of a bucket with these stretches."""
-    return stretches[-1].end if stretches else 0
-
-
-def cut_stretches(
-    stretches: Sequence[PartRange], most_bytes: int
-) -> list[tuple[int, tuple[PartRange, ...]]]:
-    """Cut a bucket into smaller ones of at most `most_bytes`, a multiple of 64. Each comes with the
-    byte of the whole bucket where it begins."""
-    assert most_bytes > 0 and most_bytes % ALIGN_BYTES == 0
-    cuts: list[tuple[int, tuple[PartRange, ...]]] = []
-    base, held = 0, list[PartRange]()
-    for one in stretches:
-        at = one.at
-        while at < one.end:
-            if held and at >= base + most_bytes:
-                cuts.append((base, tuple(held)))
-                held = []
-            if not held:
-                base = at
-            end = min(one.end, base + most_bytes)
-            first = one.start + at - one.at
-            held.append(PartRange(start=first, stop=first + end - at, at=at - base))
-            at = end
-    if held:
-        cuts.append((base, tuple(held)))
-    return cuts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPiece:
     """Numbers of a segment that a bucket has."""
 
     placed: PlacedSegment
-    run: BoxRun  # of the whole tensor, within the segment
+    run: BoxRun  # of the whole tensor, within the segment; of rows, their columns
     at: int  # byte of the part
     start: int  # byte of the bucket
     stop: int
 
     @property
     def end(self) -> int:
-        """Return the byte of the part behind it."""
+        """Return the byte of the part behind it, where it is consecutive there."""
         return self.at + self.stop - self.start
 
 
@@ -137,8 +95,8 @@ class ReadBucket:
         return bucket_size(self.stretches)
 
 
-def all_numbers(placed: PlacedSegment) -> Iterable[tuple[int, int]]:
-    return [(placed.segment.start, placed.segment.stop)]
+def all_numbers(placed: PlacedSegment) -> Iterable[WantedRun]:
+    return [(placed.segment.start, placed.segment.stop, None)]
 
 
 def owners_in_turn(num_owners: int, *, reader: int, num_readers: int) -> tuple[int, ...]:
@@ -168,67 +126,152 @@ def plan_reads(
 
 def _plan_part(
     entries: Sequence[TensorEntry], owner: int, bucket_bytes: int, wanted: Wanted
-) -> Iterator[ReadBucket]:
-    """Cut a part at lines of 64 bytes, which are whole numbers of any dtype."""
-    limit = bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
-    filling = _Filling(owner)
-    for placed, at, run_end in _wanted_bytes(entries, owner, wanted):
-        while at < run_end:
-            start = filling.place(at)
-            if start >= limit:
-                yield filling.close()
-                filling = _Filling(owner)
+) -> list[ReadBucket]:
+    plan = _PartPlan(owner, bucket_bytes // ALIGN_BYTES * ALIGN_BYTES)
+    for placed in place_part(entries, owner):
+        for low, high, columns in wanted(placed):
+            rows = _find_rows(placed, low, high, columns, plan.limit)
+            if rows is None:
+                plan.add_numbers(placed, low, high)
                 continue
-            end = min(run_end, at + limit - start)
-            filling.add(placed, at, end, start)
-            at = end
-    if filling.pieces:
-        yield filling.close()
+            plan.add_numbers(placed, low, rows.start)
+            plan.add_rows(rows)
+            plan.add_numbers(placed, rows.stop, high)
+    return plan.finish()
 
 
-class _Filling:
-    """A bucket while it is planned."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Columns of whole rows of a matrix, which begin at lines of a part."""
 
-    def __init__(self, owner: int) -> None:
+    placed: PlacedSegment
+    start: int  # numbers of the whole matrix: of the first row, and behind the last one
+    stop: int
+    columns: tuple[int, int]
+    num_columns: int  # of the whole matrix
+
+    @property
+    def width(self) -> int:
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def at(self) -> int:
+        """Return the byte of the part where the first row's columns begin."""
+        one, size_bytes = self.placed, dtype_of(self.placed.entry).itemsize
+        return one.start + (self.start + self.columns[0] - one.segment.start) * size_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * dtype_of(self.placed.entry).itemsize
+
+    @property
+    def pitch_bytes(self) -> int:
+        return self.num_columns * dtype_of(self.placed.entry).itemsize
+
+
+def _find_rows(
+    placed: PlacedSegment, low: int, high: int, columns: Columns, limit: int
+) -> _Rows | None:
+    """Return the whole rows of numbers [low, high) of which some columns are wanted; None where
+    they are not to be read by rows, since they do not begin at lines or a row fills a bucket."""
+    if columns is None:
+        return None
+    num_columns = math.prod(placed.entry.shape[1:])
+    start, stop = round_up(low, num_columns), high // num_columns * num_columns
+    rows = _Rows(placed=placed, start=start, stop=stop, columns=columns, num_columns=num_columns)
+    sizes = rows.at, rows.row_bytes, rows.pitch_bytes
+    if start >= stop or rows.row_bytes > limit or any(one % ALIGN_BYTES for one in sizes):
+        return None
+    return rows
+
+
+class _PartPlan:
+    """The buckets of a part while they are planned: cut at lines of 64 bytes, which are whole
+    numbers of any dtype."""
+
+    def __init__(self, owner: int, limit: int) -> None:
+        """`limit`: bytes of a bucket, a multiple of 64."""
+        self.limit = limit
         self._owner = owner
-        self.pieces: list[ReadPiece] = []
+        self._buckets: list[ReadBucket] = []
+        self._pieces: list[ReadPiece] = []
         self._stretches: list[PartRange] = []
 
-    def place(self, at: int) -> int:
+    def add_numbers(self, placed: PlacedSegment, low: int, high: int) -> None:
+        """Add numbers [low, high) of the segment."""
+        size_bytes = dtype_of(placed.entry).itemsize
+        base = placed.start - placed.segment.start * size_bytes
+        at, stop = base + low * size_bytes, base + high * size_bytes
+        while at < stop:
+            start = self._place(at)
+            if start >= self.limit:
+                self._close()
+                continue
+            end = min(stop, at + self.limit - start)
+            self._add(placed, at, end, start)
+            at = end
+
+    def add_rows(self, rows: _Rows) -> None:
+        start, at = rows.start, rows.at
+        while start < rows.stop:
+            place = round_up(self._end, ALIGN_BYTES)
+            count = (self.limit - place) // rows.row_bytes
+            if count < 1:
+                self._close()
+                continue
+            count = min(count, (rows.stop - start) // rows.num_columns)
+            stretch = PartRange(
+                start=at,
+                stop=at + (count - 1) * rows.pitch_bytes + rows.row_bytes,
+                at=place,
+                row_bytes=rows.row_bytes,
+                pitch_bytes=rows.pitch_bytes,
+            )
+            first = start // rows.num_columns * rows.width
+            run = BoxRun(start=first, stop=first + count * rows.width, columns=rows.columns)
+            self._stretches.append(stretch)
+            self._pieces.append(
+                ReadPiece(placed=rows.placed, run=run, at=at, start=place, stop=stretch.end)
+            )
+            start, at = start + count * rows.num_columns, at + count * rows.pitch_bytes
+
+    def finish(self) -> list[ReadBucket]:
+        if self._pieces:
+            self._close()
+        return self._buckets
+
+    @property
+    def _end(self) -> int:
+        return bucket_size(self._stretches)
+
+    def _place(self, at: int) -> int:
         """Return the byte of the bucket where the part's byte `at` would be."""
         if not self._stretches:
             return at % ALIGN_BYTES
         last = self._stretches[-1]
-        if at <= last.stop + GAP_BYTES:
+        if not last.row_bytes and at <= last.stop + GAP_BYTES:
             return last.at + at - last.start
         return round_up(last.end, ALIGN_BYTES) + at % ALIGN_BYTES
 
-    def add(self, placed: PlacedSegment, at: int, end: int, start: int) -> None:
+    def _add(self, placed: PlacedSegment, at: int, end: int, start: int) -> None:
         """Add the part's bytes [at, end) at the byte `start` of the bucket."""
         size_bytes = dtype_of(placed.entry).itemsize
         first = placed.segment.start + (at - placed.start) // size_bytes
         count = (end - at) // size_bytes
         run = BoxRun(start=first, stop=first + count, columns=placed.segment.columns)
         stop = start + end - at
-        self.pieces.append(ReadPiece(placed=placed, run=run, at=at, start=start, stop=stop))
-        if self._stretches and start - at == self._stretches[-1].at - self._stretches[-1].start:
-            self._stretches[-1] = replace(self._stretches[-1], stop=end)
+        self._pieces.append(ReadPiece(placed=placed, run=run, at=at, start=start, stop=stop))
+        last = self._stretches[-1] if self._stretches else None
+        if last is not None and not last.row_bytes and start - at == last.at - last.start:
+            self._stretches[-1] = replace(last, stop=end)
             return
         before = at % ALIGN_BYTES
         self._stretches.append(PartRange(start=at - before, stop=end, at=start - before))
 
-    def close(self) -> ReadBucket:
-        return ReadBucket(
-            owner=self._owner, stretches=tuple(self._stretches), pieces=tuple(self.pieces)
+    def _close(self) -> None:
+        self._buckets.append(
+            ReadBucket(
+                owner=self._owner, stretches=tuple(self._stretches), pieces=tuple(self._pieces)
+            )
         )
-
-
-def _wanted_bytes(
-    entries: Sequence[TensorEntry], owner: int, wanted: Wanted
-) -> Iterator[tuple[PlacedSegment, int, int]]:
-    """Yield (segment, first byte, end) of each wanted stretch of a part."""
-    for placed in place_part(entries, owner):
-        size_bytes = dtype_of(placed.entry).itemsize
-        for low, high in wanted(placed):
-            base = placed.start - placed.segment.start * size_bytes
-            yield placed, base + low * size_bytes, base + high * size_bytes
+        self._pieces, self._stretches = [], []

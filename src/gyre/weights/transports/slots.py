@@ -13,7 +13,7 @@ from torch import Tensor
 from gyre.core.errors import InputError
 from gyre.weights.transports.contracts import LendsNothing
 from gyre.weights.transports.mapped import MappedFile
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 from gyre.weights.transports.slot_header import (
     HEADER_BYTES,
     SlotHeader,
@@ -140,7 +140,7 @@ class SharedMemoryPart(LendsNothing):
         next_stretches: Sequence[PartRange] = (),
     ) -> None:
         for one in stretches:
-            out_N[one.at : one.end].copy_(self.view(one.start, one.stop))
+            one.of_bucket(out_N).copy_(one.of_part(self.view(one.start, one.stop)))
         self.check()
 
     def check(self) -> None:

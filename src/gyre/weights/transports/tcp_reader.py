@@ -20,12 +20,7 @@ from gyre.core.errors import InputError, SnapshotError
 from gyre.core.rounding import ceil_div, round_up
 from gyre.weights.transports.addresses import PartAddress
 from gyre.weights.transports.contracts import LendsNothing
-from gyre.weights.transports.part_layout import (
-    ALIGN_BYTES,
-    PartRange,
-    bucket_size,
-    cut_stretches,
-)
+from gyre.weights.transports.part_range import ALIGN_BYTES, PartRange, bucket_size, cut_stretches
 from gyre.weights.transports.tcp_wire import (
     AGAIN,
     ANSWER_BYTES,

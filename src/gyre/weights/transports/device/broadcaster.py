@@ -24,7 +24,7 @@ from gyre.distributed.init import hold_store
 from gyre.weights.transports.device.broadcast_group import BroadcastGroup, GroupSeat
 from gyre.weights.transports.device.live_part import LivePart
 from gyre.weights.transports.device.served_part import CurrentPart
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 
 
 class GroupMember(Protocol):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from gyre.core.errors import DeadlineError, GyreError, InputError, SnapshotError
 from gyre.weights.transports.addresses import PartAddress
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 
 OPEN, SEAT, FILL, CHECK = range(1, 5)
 STAGING_BUCKETS = 3  # of a reader at once: one lent, one filled, one that may be copied from still
@@ -30,7 +30,7 @@ OK, GONE, LOST = range(3)
 ID_BYTES = 16
 _REQUEST = struct.Struct(f"<BqqQQQ{ID_BYTES}s")
 _ANSWER = struct.Struct("<BQQQQ256s")
-_STRETCH = struct.Struct("<QQQ")
+_STRETCH = struct.Struct("<QQQQQ")
 _CREDENTIALS = struct.Struct("iII")  # pid, user, group
 REQUEST_BYTES, STRETCH_BYTES, ANSWER_BYTES = _REQUEST.size, _STRETCH.size, _ANSWER.size
 AGAIN = "the version may still be in its slot; its publisher's own log says more"
@@ -69,7 +69,10 @@ def pack_request(request: ControlRequest) -> bytes:
         len(request.stretches),
         request.reader,
     )
-    return head + b"".join(_STRETCH.pack(one.start, one.stop, one.at) for one in request.stretches)
+    return head + b"".join(
+        _STRETCH.pack(one.start, one.stop, one.at, one.row_bytes, one.pitch_bytes)
+        for one in request.stretches
+    )
 
 
 def count_stretches(head: bytes) -> int:
@@ -88,8 +91,10 @@ def unpack_request(data: bytes) -> ControlRequest:
         first=first,
         reader=reader,
         stretches=tuple(
-            PartRange(start=start, stop=stop, at=at)
-            for start, stop, at in _STRETCH.iter_unpack(data[REQUEST_BYTES:])
+            PartRange(start=start, stop=stop, at=at, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
+            for start, stop, at, row_bytes, pitch_bytes in _STRETCH.iter_unpack(
+                data[REQUEST_BYTES:]
+            )
         ),
     )
 

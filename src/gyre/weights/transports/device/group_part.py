@@ -31,7 +31,7 @@ from gyre.weights.transports.device.control import (
     ControlLink,
     ControlRequest,
 )
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 
 
 class JoinedGroups:
@@ -156,6 +156,7 @@ class GroupPart(LendsNothing):
         try:
             group = self._group or self._join()
             for one in stretches:
+                assert not one.row_bytes, "a broadcast is read whole"
                 self._read(group, one.start, out_N[one.at : one.end])
         except GyreError:
             self._leave()

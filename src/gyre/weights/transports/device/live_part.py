@@ -1,7 +1,7 @@
 """Live part: a part's bytes from the publisher's own tensors, while these are of its version. In:
 placed segments with their numbers. Out: bytes of the part, as its slot has them."""
 
-# N bytes, or numbers of a run
+# N bytes, or numbers of a run, R rows, B columns of them
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gyre.weights.transports.part_layout import PartRange, PlacedSegment, dtype_of, part_bytes
+from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes
+from gyre.weights.transports.part_range import PartRange
 
 
 class LivePart:
@@ -39,10 +40,14 @@ class LivePart:
 
     @torch.no_grad()
     def begin(self, stretches: Sequence[PartRange], out_N: Tensor) -> Any:
-        pairs = [pair for stretch in stretches for pair in self._pairs(stretch, out_N)]
+        runs = [one for one in stretches if not one.row_bytes]
+        pairs = [pair for stretch in runs for pair in self._pairs(stretch, out_N)]
         if pairs:
             homes, values = zip(*pairs, strict=True)
             torch._foreach_copy_(homes, values)
+        for stretch in stretches:
+            if stretch.row_bytes:  # apart: with one of them the others would be copied one by one
+                self._copy_rows(stretch, out_N)
         if not out_N.is_cuda:
             return None
         return torch.cuda.current_stream(out_N.device).record_event()
@@ -62,3 +67,21 @@ class LivePart:
                 dtype = dtype_of(one.entry)
                 first, last = ((at - one.start) // dtype.itemsize for at in (low, high))
                 yield out_N[low + shift : high + shift].view(dtype), self._runs[number][first:last]
+
+    def _copy_rows(self, stretch: PartRange, out_N: Tensor) -> None:
+        """Copy columns of rows, which are of one segment."""
+        number = bisect_right(self._starts, stretch.start) - 1
+        one, values_N = self._placed[number], self._runs[number]
+        dtype = dtype_of(one.entry)
+        first, last, pitch, width = (
+            count // dtype.itemsize
+            for count in (
+                stretch.start - one.start,
+                stretch.stop - one.start,
+                stretch.pitch_bytes,
+                stretch.row_bytes,
+            )
+        )
+        home_RB = stretch.of_bucket(out_N).view(dtype)
+        size = stretch.num_rows, width
+        home_RB.copy_(values_N[first:last].as_strided(size, (pitch, 1)))

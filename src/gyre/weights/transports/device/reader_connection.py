@@ -39,7 +39,7 @@ from gyre.weights.transports.device.control import (
 )
 from gyre.weights.transports.device.reader_ring import RingSeat
 from gyre.weights.transports.device.served_part import Filling
-from gyre.weights.transports.part_layout import ALIGN_BYTES, PartRange
+from gyre.weights.transports.part_range import ALIGN_BYTES, PartRange
 
 if TYPE_CHECKING:
     from gyre.weights.transports.device.live_server import LiveServer
@@ -223,9 +223,7 @@ def can_fill(stretches: Sequence[PartRange], bucket_bytes: int, part_bytes: int)
     """Return whether stretches of a part follow each other, at lines of 64 bytes, in a bucket."""
     end = 0
     for one in stretches:
-        if one.at < end or not one.start < one.stop <= part_bytes:
-            return False
-        if one.at % ALIGN_BYTES or one.start % ALIGN_BYTES:
+        if not one.is_sound or one.at < end or one.stop > part_bytes:
             return False
         end = one.end
     return 0 < end <= bucket_bytes

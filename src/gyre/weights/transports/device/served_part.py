@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError, InputError
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.device.row_copy import copy_rows
+from gyre.weights.transports.part_range import PartRange
 
 
 class ServedPart(Protocol):
@@ -66,16 +67,20 @@ class SlotPart:
         """Copy the stretches, as the slot has them."""
         self.check()  # also that the file was not cut: its pages would be gone
         if not out_N.is_cuda:
-            self._copy(stretches, out_N)
+            for one in stretches:
+                one.of_bucket(out_N).copy_(self._bytes_of(one))
             return None
         stream = _stream_of(out_N.device)
         with torch.cuda.stream(stream):
-            self._copy(stretches, out_N)
+            for one in stretches:
+                if one.row_bytes:
+                    copy_rows(self._bytes_of(one), one.of_bucket(out_N), stream)
+                else:
+                    one.of_bucket(out_N).copy_(self._bytes_of(one), non_blocking=True)
             return stream.record_event()
 
-    def _copy(self, stretches: Sequence[PartRange], out_N: Tensor) -> None:
-        for one in stretches:
-            out_N[one.at : one.end].copy_(self._bytes_N[one.start : one.stop], non_blocking=True)
+    def _bytes_of(self, one: PartRange) -> Tensor:
+        return one.of_part(self._bytes_N[one.start : one.stop])
 
 
 @cache

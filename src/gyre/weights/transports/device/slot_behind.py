@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gyre.core.errors import GyreError
 from gyre.weights.transports.contracts import PartReader
-from gyre.weights.transports.part_layout import PartRange, bucket_size
+from gyre.weights.transports.part_range import PartRange, bucket_size
 
 
 class SlotBehind:

@@ -31,7 +31,7 @@ from gyre.weights.transports.device.control import (
     ControlRequest,
 )
 from gyre.weights.transports.device.cuda_ipc import Staging
-from gyre.weights.transports.part_layout import PartRange, bucket_size, cut_stretches
+from gyre.weights.transports.part_range import PartRange, bucket_size, cut_stretches
 
 Fill = tuple[PartRange, ...]  # of one staging bucket
 # (bytes, handle) → memory; InputError where it cannot be opened here

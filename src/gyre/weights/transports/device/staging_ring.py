@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from gyre.weights.transports.device.control import STAGING_BUCKETS
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 
 SEATS = 2
 Fill = tuple[PartRange, ...]  # of one bucket

@@ -19,7 +19,7 @@ from gyre.weights.transports.device.control import (
     unpack_request,
 )
 from gyre.weights.transports.device.reader_connection import can_fill
-from gyre.weights.transports.part_layout import PartRange, bucket_size, cut_stretches
+from gyre.weights.transports.part_range import PartRange, bucket_size, cut_stretches
 
 LINES = st.integers(0, 1 << 20).map(lambda line: 64 * line)
 
@@ -29,7 +29,8 @@ def buckets(draw) -> tuple[PartRange, ...]:
     """Stretches at lines of 64 bytes, one behind the other."""
     stretches, at = [], 0
     for start, size_bytes in draw(st.lists(st.tuples(LINES, st.integers(1, 500)), min_size=1)):
-        stretches.append(PartRange(start=start, stop=start + size_bytes, at=at))
+        rows = {"row_bytes": 64, "pitch_bytes": 192} if size_bytes % 192 == 64 else {}
+        stretches.append(PartRange(start=start, stop=start + size_bytes, at=at, **rows))
         at = -(-stretches[-1].end // 64) * 64
     return tuple(stretches)
 
@@ -48,12 +49,13 @@ def test_a_bucket_is_cut_into_buckets_of_the_same_bytes(stretches, most_bytes):
     found: dict[int, int] = {}  # byte of the whole bucket → byte of the part
     for base, cut in cut_stretches(stretches, most_bytes):
         assert can_fill(cut, most_bytes, max(one.stop for one in stretches))
-        for one in cut:
+        for one in (row for stretch in cut for row in stretch.rows()):
             places = range(base + one.at, base + one.end)
             found |= dict(zip(places, range(one.start, one.stop), strict=True))
     assert found == {
         one.at + offset: one.start + offset
-        for one in stretches
+        for stretch in stretches
+        for one in stretch.rows()
         for offset in range(one.stop - one.start)
     }
 
@@ -61,6 +63,7 @@ def test_a_bucket_is_cut_into_buckets_of_the_same_bytes(stretches, most_bytes):
 @given(buckets())
 def test_what_fits_is_a_bucket(stretches):
     size_bytes, part_bytes = bucket_size(stretches), max(one.stop for one in stretches)
+    assert size_bytes == max(one.end for one in stretches)
     assert can_fill(stretches, size_bytes, part_bytes)
     assert not can_fill(stretches, size_bytes - 1, part_bytes)
     assert not can_fill(stretches, size_bytes, part_bytes - 1)
@@ -79,6 +82,7 @@ ONE, NEXT = PartRange(start=64, stop=200, at=0), PartRange(start=640, stop=704, 
         (ONE, replace(NEXT, at=200)),
         (ONE, replace(NEXT, stop=640)),
         (ONE, replace(NEXT, stop=705)),
+        (ONE, replace(NEXT, row_bytes=64)),
     ],
     ids=[
         "none",
@@ -88,6 +92,7 @@ ONE, NEXT = PartRange(start=64, stop=200, at=0), PartRange(start=640, stop=704, 
         "not to a line",
         "empty",
         "past the part",
+        "rows that stand still",
     ],
 )
 def test_anything_else_is_none(wrong):

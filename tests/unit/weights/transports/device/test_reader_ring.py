@@ -11,7 +11,7 @@ from torch import Tensor
 from gyre.weights.transports.device.reader_ring import ReaderRings, RingSeat
 from gyre.weights.transports.device.served_part import Filling
 from gyre.weights.transports.device.staging_ring import Fill
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 
 BUCKET_BYTES = 64
 

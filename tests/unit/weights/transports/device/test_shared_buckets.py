@@ -30,7 +30,7 @@ from gyre.weights.transports.device.control import (
 from gyre.weights.transports.device.live_part import LivePart
 from gyre.weights.transports.device.served_part import Filling, SlotPart
 from gyre.weights.transports.device.staging_ring import StagingRing
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 from gyre.weights.transports.slot_header import HEADER_BYTES
 from part_cases import Memory, live_servers, register, shared_folder, stores_of, whole_tensors
 

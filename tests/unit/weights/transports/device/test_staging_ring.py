@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gyre.weights.transports.device.control import STAGING_BUCKETS
 from gyre.weights.transports.device.staging_ring import SEATS, Fill, StagingRing
-from gyre.weights.transports.part_layout import PartRange
+from gyre.weights.transports.part_range import PartRange
 
 RING_BUCKETS = SEATS * STAGING_BUCKETS
 
