@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,13 +20,17 @@ from torch import Tensor
 import device_child
 from gyre.cluster.worker.frames import encode
 from gyre.core.offers import Offer
+from gyre.core.records import Segment, TensorEntry
 from gyre.distributed.environment import child_environment
 from gyre.memory.pools.cuda_vmm import find_driver, virtual_zeros
 from gyre.weights.manifest import checksum
 from gyre.weights.transports.addresses import CUDA_IPC, NCCL, SHM
 from gyre.weights.transports.device import reader_ring
 from gyre.weights.transports.device.cuda_ipc import CudaStaging
+from gyre.weights.transports.device.live_part import LivePart
 from gyre.weights.transports.device.served_part import SlotPart
+from gyre.weights.transports.part_layout import place_part
+from gyre.weights.transports.part_range import PartRange, bucket_size
 from part_cases import live_servers, register, shared_folder, stores_of, whole_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -293,3 +298,51 @@ def test_staging_buckets_are_given_back():
             free.append(torch.cuda.mem_get_info(0)[0])
     assert max(free[2:]) - min(free[2:]) <= 2 * 64 * MIB, free
     assert free[-1] >= free[2] - 64 * MIB, free
+
+
+ROWS_SHAPE = 4096, 12288  # a matrix of the 8B shape, of which an engine over two ranks wants halves
+
+
+def timed_fill(begin, stretches, out_N: Tensor, what: str) -> None:
+    """Fill a bucket twice, and print the rate of the second time."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        begin(stretches, out_N).synchronize()
+        took_s = time.perf_counter() - began_s
+    print(f"{what}: {bucket_size(stretches) / took_s / 1e9:.0f} GB/s")
+
+
+@pytest.mark.parametrize("source", ["masters", "a slot"])
+def test_columns_are_cut_on_their_way_into_a_bucket(source: str) -> None:
+    """To the bit what rows have there, behind bytes that are copied as they are."""
+    rows, columns = ROWS_SHAPE
+    values_N = torch.randn(rows * columns, device="cuda")
+    entry = TensorEntry(
+        name="down",
+        dtype="bfloat16",
+        shape=ROWS_SHAPE,
+        size_bytes=2 * len(values_N),
+        segments=(Segment(start=0, stop=len(values_N)),),
+    )
+    placed = place_part([entry], 0)
+    rounded_RC = values_N.bfloat16().view(rows, columns)
+    if source == "masters":
+        part = LivePart(epoch=0, version=1, placed=placed, runs=[values_N])
+    else:
+        bytes_N = rounded_RC.view(-1).view(torch.uint8).cpu().pin_memory()
+        part = SlotPart(epoch=0, version=1, bytes_N=bytes_N, check=lambda: None)
+    half, pitch = columns, 2 * columns  # bytes
+    before = PartRange(start=0, stop=4096, at=0)
+    cut = PartRange(start=half, stop=rows * pitch, at=4096, row_bytes=half, pitch_bytes=pitch)
+    assert before.is_sound and cut.is_sound and cut.num_rows == rows
+    bucket_N = torch.zeros(cut.end, dtype=torch.uint8, device="cuda")
+    timed_fill(part.begin, [before, cut], bucket_N, f"columns of {source}")
+    found_RC = bucket_N[4096:].view(torch.bfloat16).view(rows, columns // 2)
+    assert torch.equal(found_RC, rounded_RC[:, columns // 2 :])
+    assert torch.equal(bucket_N[:4096].view(torch.bfloat16), rounded_RC.view(-1)[:2048])
+    whole = PartRange(start=0, stop=cut.size_bytes, at=0)
+    timed_fill(part.begin, [whole], bucket_N, f"rows of {source}")
+    assert torch.equal(
+        bucket_N[: whole.end].view(torch.bfloat16), rounded_RC.view(-1)[: whole.end // 2]
+    )
