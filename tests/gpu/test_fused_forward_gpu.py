@@ -3,7 +3,8 @@ as the trainer runs them, with the same attention, and the products of both from
 
 With few rows of a wide model the next norm adds a product to the residual stream. The composition
 does that where a reduction is injected, here the identity. With many rows the product adds it
-itself, as at one rank. Norms per head are those of the engine's kernel in both: the trainer's sums a
+itself, as at one rank. (On an H200 the library rounds a product before it adds, so that all of these
+have the same bits there.) Norms per head are those of the engine's kernel in both: the trainer's sums a
 head's squares in another order.
 
 Left out are numbers of rows for which the fused pass asks the library in another way, for speed: one,
@@ -13,6 +14,8 @@ and those of `BIAS_ROWS`. Their sums have another order, too.
 # T tokens, H heads, K kv heads, J = H + 2K, D head dim, R = J·D
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,12 +169,16 @@ def test_the_fused_pass_is_its_composition_to_the_bit(
 
 
 @torch.inference_mode()
-def test_another_sum_of_the_residual_stream_has_other_bits() -> None:
-    """What the equality sees: a product that adds to the stream itself rounds once."""
+def test_another_epsilon_has_other_bits() -> None:
+    """The equality sees what no tolerance would."""
+    decoder = make_decoder("llama", 2048, injects=True)
     token_T = torch.arange(120, dtype=torch.int32, device="cuda") * 7 % VOCAB
-    made = [make_decoder("llama", 2048, injects=injects) for injects in (True, False)]
-    injected, plain = (composed(decoder, token_T, token_T) for decoder in made)
-    assert not torch.equal(injected, plain)
+    expected = composed(decoder, token_T, token_T)
+    for layer in decoder.layers:
+        assert isinstance(layer, Layer)
+        layer.spec = replace(decoder.spec, norm_eps=decoder.spec.norm_eps * 2)
+    found = composed(decoder, token_T, token_T)
+    assert not torch.equal(found, expected)
 
 
 def difference(found: Tensor, expected: Tensor) -> str:
