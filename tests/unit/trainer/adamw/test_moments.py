@@ -31,6 +31,7 @@ from gyre.trainer.optim.flat import FlatOptimizer, lay_out
 from gyre.weights.shards import ShardLayout, align, row_layout, slice_layout
 from planner_cases import assert_planned
 from saver_cases import load_latest, saver_on
+from shown_settings import show
 from trainer_cases import (
     CPU,
     assert_bits_equal,
@@ -57,6 +58,7 @@ from zero_cases import (
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 functional = bitsandbytes.functional
+DTYPES = ("float32", "bfloat16")
 CODED = {"moments": "8_bit"}
 NUMBERS = {"betas": (0.9, 0.95), "eps": 1e-8}
 
@@ -370,7 +372,7 @@ def test_without_the_library_the_setting_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", show(("float32",), DTYPES))
 def test_one_process_trains_to_the_same_bits_with_state_away(tmp_path, dtype):
     assert (
         equal_away(None, "sft", list(AWAY), str(tmp_path), dtype=dtype, spec="blocks", **CODED)
@@ -379,7 +381,7 @@ def test_one_process_trains_to_the_same_bits_with_state_away(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("how", [None, *AWAY])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_planner_knows_the_bytes(tmp_path, how, dtype):
     away = AWAY.get(how, {})
     settings = {"offload_cut_bytes": 8192, **away, **CODED}
@@ -519,7 +521,7 @@ def test_a_snapshot_from_before_there_was_a_choice_is_of_float32():
 @pytest.mark.parametrize(
     "layout", [layout for layout in LAYOUTS if layout not in ("mixed", "zero3_once")]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", show(("float32",), DTYPES))
 def test_every_layout_updates_to_the_same_bits(ranks, tmp_path, layout, dtype):
     """From the same gradients: masters, codes and scales, wherever a rank's part ends and wherever
     it lives."""
