@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
 from gyre.core.events import Emit
@@ -136,11 +139,14 @@ class SharedMemoryStore:
     def close(self) -> None:
         """Remove the files. Readers that have mapped them keep the memory."""
         for number, slot in enumerate(self._slots):
-            path = self._path(number)
-            if _is_same(path, os.fstat(slot.handle)):  # an operator may have removed it
-                path.unlink()
-            slot.close()
+            self._remove(number, slot)
         self._slots = []
+
+    def _remove(self, number: int, slot: _OwnedSlot) -> None:
+        path = self._path(number)
+        if _is_same(path, os.fstat(slot.handle)):  # an operator may have removed it
+            path.unlink()
+        slot.close()
 
     def _is_intact(self, number: int, slot: _OwnedSlot) -> bool:
         """Return whether a slot has its name and its room: writing past the end of a file that was
@@ -155,6 +161,7 @@ class SharedMemoryStore:
         self._emit("weights.slot_replaced", name=path.name)
         if _is_same(path, os.fstat(slot.handle)):
             path.unlink()
+        self._check_group([number], len(slot.bytes_N))
         self._slots[number] = self._take_slot(number, len(slot.bytes_N))
         slot.close()
 
@@ -176,14 +183,26 @@ class SharedMemoryStore:
         )
 
     def _take_room(self, size_bytes: int) -> None:
-        """Take both slots at once: a second version that found no room would come too late."""
+        """Take both slots: a second version that found no room would come too late. Their pages
+        come side by side, since the first version waits for them."""
         self.close()
-        try:
-            for number in range(SLOTS):
-                self._slots.append(self._take_slot(number, size_bytes))
-        except BaseException:
-            self.close()
-            raise
+        self._check_group(range(SLOTS), size_bytes)
+        device = torch.cuda.current_device() if self._pin else None
+
+        def take(number: int) -> _OwnedSlot:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins on the first one
+            return self._take_slot(number, size_bytes)
+
+        with ThreadPoolExecutor(SLOTS, thread_name_prefix="take-slot") as taking:
+            calls = [taking.submit(take, number) for number in range(SLOTS)]
+        errors = [error for call in calls if (error := call.exception()) is not None]
+        if errors:
+            for number, call in enumerate(calls):
+                if call.exception() is None:
+                    self._remove(number, call.result())
+            raise errors[0]
+        self._slots = [call.result() for call in calls]
 
     def _take_slot(self, number: int, size_bytes: int) -> _OwnedSlot:
         """Go on with a slot of this run whose owner died, or make one."""
@@ -214,15 +233,24 @@ class SharedMemoryStore:
             os.close(handle)
             raise
 
-    def _allocate(self, handle: int, size_bytes: int) -> None:
+    def _check_group(self, numbers: Iterable[int], size_bytes: int) -> None:
+        """Raise MemoryBudgetError unless the container has room for these slots beside the files
+        that are there, which they replace or go on with."""
         room = group_room(self._group)
-        if room is not None and room < size_bytes:
+        needed = 0
+        for number in numbers:
+            path = self._path(number)
+            there = path.stat(follow_symlinks=False).st_size if path.exists() else 0
+            needed += max(0, HEADER_BYTES + size_bytes - there)
+        if room is not None and room < needed:
             raise MemoryBudgetError(
-                f"this container has {room} of {size_bytes} bytes left that a slot of this rank's "
-                f"weights needs; a rank has {SLOTS} slots, and shared memory counts as the "
+                f"this container has {room} of {needed} bytes left that slots of this rank's "
+                f"weights need; a rank has {SLOTS} slots, and shared memory counts as the "
                 "container's",
                 hint="raise the memory limit of the container that publishes",
             )
+
+    def _allocate(self, handle: int, size_bytes: int) -> None:
         try:
             # without it a full file system is a SIGBUS at the first byte that has no page
             os.posix_fallocate(handle, 0, size_bytes)

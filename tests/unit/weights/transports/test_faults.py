@@ -4,6 +4,7 @@ whole or is refused by name, and nothing stays behind."""
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +23,9 @@ import part_child
 from gyre.cluster.worker.frames import decode, encode
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
+from gyre.weights.transports import mapped as mapped_memory
 from gyre.weights.transports.addresses import host_id
+from gyre.weights.transports.mapped import populate
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.shared_memory import SharedMemoryStore, group_room
 from gyre.weights.transports.slot_header import HEADER_BYTES, SlotHeader, pack
@@ -295,6 +299,35 @@ def test_a_full_shared_memory_is_told_before_a_byte_is_written(small):
         assert same(read(offer, small), fits)
 
 
+@contextmanager
+def mapped(path: Path, size_bytes: int) -> Iterator[mmap.mmap]:
+    """A file of this size, whose pages nobody has written."""
+    with path.open("w+b") as file:
+        file.truncate(size_bytes)
+        yield mmap.mmap(file.fileno(), size_bytes, flags=mmap.MAP_SHARED)
+
+
+def address_of(pages: mmap.mmap) -> int:
+    return np.frombuffer(pages, dtype=np.uint8).ctypes.data
+
+
+def test_pages_are_taken_before_they_are_used_and_keep_what_they_have(folder, monkeypatch):
+    monkeypatch.setattr(mapped_memory, "POPULATE_BYTES", 8192)  # a thread's cut
+    size_bytes, path = 10 * 4096, folder / "pages"
+    with mapped(path, size_bytes) as pages:
+        pages[5000:5003] = b"abc"
+        before = path.stat().st_blocks
+        populate(address_of(pages), size_bytes)
+        assert path.stat().st_blocks * 512 == size_bytes > before * 512
+        assert pages[5000:5003] == b"abc" and pages[:5000] == bytes(5000)
+
+
+def test_pages_that_the_system_has_not_are_told_and_end_no_process(small):
+    told = pytest.raises(MemoryBudgetError, match="could not take 1048576 bytes")
+    with mapped(small / "pages", 1 << 20) as pages, told:
+        populate(address_of(pages), 1 << 20)
+
+
 def test_a_containers_limit_is_told_before_the_system_ends_it(folder, tmp_path):
     """What the cache of files takes is given back by the system."""
     assert group_room(tmp_path) is None
@@ -306,10 +339,12 @@ def test_a_containers_limit_is_told_before_the_system_ends_it(folder, tmp_path):
         (tmp_path / name).write_text(text)
     assert group_room(tmp_path) == 40_000
     with stores_of(folder, 1, group=tmp_path) as stores:
-        with pytest.raises(MemoryBudgetError, match="container has 40000 of 44096 bytes left"):
+        with pytest.raises(MemoryBudgetError, match="container has 40000 of 88192 bytes left"):
             register(stores, {"a": torch.ones(20_000, dtype=torch.bfloat16)}, version=1)
         assert names(folder) == []
-        register(stores, {"a": torch.ones(10_000, dtype=torch.bfloat16)}, version=1)
+        register(stores, {"a": torch.ones(7_000, dtype=torch.bfloat16)}, version=1)
+        (tmp_path / "memory.max").write_text("70001\n")  # slots that are there need nothing more
+        register(stores, {"a": torch.ones(7_000, dtype=torch.bfloat16)}, version=2)
     (tmp_path / "memory.max").write_text("max\n")
     assert group_room(tmp_path) is None
 
