@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import mmap
-import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -74,8 +73,8 @@ class MappedFile:
 
 
 def populate(address: int, size_bytes: int) -> None:
-    """Map pages of shared memory, and zero those that are new. MemoryBudgetError where the system
-    has none left. A kernel that cannot leaves it to who uses them."""
+    """Map pages of shared memory, and take those that are new. MemoryBudgetError where the system
+    has none left. A kernel that cannot leaves it to CUDA, which then refuses instead."""
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -87,10 +86,11 @@ def populate(address: int, size_bytes: int) -> None:
     with ThreadPoolExecutor(POPULATE_THREADS, thread_name_prefix="populate") as mapping:
         found = set(mapping.map(map_from, range(0, size_bytes, POPULATE_BYTES))) - {0}
     if found - {errno.EINVAL}:
+        # EFAULT: a process that wrote there would have been ended by SIGBUS
+        names = ", ".join(errno.errorcode[one] for one in sorted(found))
         raise MemoryBudgetError(
-            f"could not take {size_bytes} bytes of shared memory: "
-            f"{', '.join(os.strerror(one) for one in sorted(found))}",
-            hint="give the process, its container or its /dev/shm more memory",
+            f"no room for {size_bytes} bytes of shared memory ({names})",
+            hint="make /dev/shm larger, or give the container more memory",
         )
 
 

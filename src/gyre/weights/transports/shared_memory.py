@@ -161,7 +161,7 @@ class SharedMemoryStore:
         self._emit("weights.slot_replaced", name=path.name)
         if _is_same(path, os.fstat(slot.handle)):
             path.unlink()
-        self._check_group([number], len(slot.bytes_N))
+        self._check_room([number], len(slot.bytes_N))
         self._slots[number] = self._take_slot(number, len(slot.bytes_N))
         slot.close()
 
@@ -186,7 +186,7 @@ class SharedMemoryStore:
         """Take both slots: a second version that found no room would come too late. Their pages
         come side by side, since the first version waits for them."""
         self.close()
-        self._check_group(range(SLOTS), size_bytes)
+        self._check_room(range(SLOTS), size_bytes)
         device = torch.cuda.current_device() if self._pin else None
 
         def take(number: int) -> _OwnedSlot:
@@ -233,15 +233,15 @@ class SharedMemoryStore:
             os.close(handle)
             raise
 
-    def _check_group(self, numbers: Iterable[int], size_bytes: int) -> None:
-        """Raise MemoryBudgetError unless the container has room for these slots beside the files
-        that are there, which they replace or go on with."""
-        room = group_room(self._group)
+    def _check_room(self, numbers: Iterable[int], size_bytes: int) -> None:
+        """Raise MemoryBudgetError unless container and folder have room for these slots beside the
+        files that are there, which they replace or go on with."""
         needed = 0
         for number in numbers:
             path = self._path(number)
             there = path.stat(follow_symlinks=False).st_size if path.exists() else 0
             needed += max(0, HEADER_BYTES + size_bytes - there)
+        room = group_room(self._group)
         if room is not None and room < needed:
             raise MemoryBudgetError(
                 f"this container has {room} of {needed} bytes left that slots of this rank's "
@@ -249,21 +249,29 @@ class SharedMemoryStore:
                 "container's",
                 hint="raise the memory limit of the container that publishes",
             )
+        if (free_bytes := _free_bytes(self._folder)) < needed:
+            raise self._is_full(free_bytes, needed)
 
     def _allocate(self, handle: int, size_bytes: int) -> None:
+        """Take the file's pages, without which a full file system is a SIGBUS at the first byte
+        that has none. Those of a page-locked file are taken where it is mapped, which is faster."""
+        if self._pin:
+            os.ftruncate(handle, size_bytes)
+            return
         try:
-            # without it a full file system is a SIGBUS at the first byte that has no page
             os.posix_fallocate(handle, 0, size_bytes)
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            room = os.statvfs(self._folder)
-            raise MemoryBudgetError(
-                f"{self._folder} has {room.f_bavail * room.f_frsize} of {size_bytes} bytes free "
-                f"that a slot of this rank's weights needs; a rank has {SLOTS} slots",
-                hint=f"make it larger (mount -o remount,size=… {self._folder}, docker run "
-                "--shm-size, or in a pod an emptyDir of medium Memory), or remove files from it",
-            ) from error
+            raise self._is_full(_free_bytes(self._folder), size_bytes) from error
+
+    def _is_full(self, free_bytes: int, needed: int) -> MemoryBudgetError:
+        return MemoryBudgetError(
+            f"{self._folder} has {free_bytes} of {needed} bytes free that slots of this rank's "
+            f"weights need; a rank has {SLOTS} slots",
+            hint=f"make it larger (mount -o remount,size=… {self._folder}, docker run "
+            "--shm-size, or in a pod an emptyDir of medium Memory), or remove files from it",
+        )
 
     def _name(self, handle: int, path: Path) -> None:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -278,6 +286,11 @@ class SharedMemoryStore:
             ) from error
         finally:
             os.close(folder)
+
+
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def group_room(group: Path) -> int | None:
