@@ -230,6 +230,8 @@ class SharedMemoryStore:
             self._name(handle, path)
             return _OwnedSlot(handle, empty, size_bytes, pin=self._pin)
         except BaseException:
+            if _is_same(path, os.fstat(handle)):
+                path.unlink()
             os.close(handle)
             raise
 

@@ -3,6 +3,7 @@ whole or is refused by name, and nothing stays behind."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -24,8 +25,9 @@ from gyre.cluster.worker.frames import decode, encode
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.weights.transports import mapped as mapped_memory
+from gyre.weights.transports import shared_memory
 from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.mapped import populate
+from gyre.weights.transports.mapped import MappedFile, populate
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.shared_memory import SharedMemoryStore, group_room
 from gyre.weights.transports.slot_header import HEADER_BYTES, SlotHeader, pack
@@ -329,6 +331,22 @@ def test_pages_that_the_system_has_not_are_told_and_end_no_process(small):
     )
     with mapped(small / "pages", 1 << 20) as pages, told:
         populate(address_of(pages), 1 << 20)
+
+
+def test_slots_that_cannot_be_page_locked_leave_no_file(folder, monkeypatch):
+    """One of the two is there by then, or not."""
+    turns = itertools.count()
+
+    class Refused(MappedFile):
+        def __init__(self, handle: int, size_bytes: int, *, writable: bool, pin: bool) -> None:
+            if next(turns) == 1:
+                raise MemoryBudgetError("no room", hint="more")
+            super().__init__(handle, size_bytes, writable=writable, pin=pin)
+
+    monkeypatch.setattr(shared_memory, "MappedFile", Refused)
+    with stores_of(folder, 1) as stores, pytest.raises(MemoryBudgetError, match="no room"):
+        register(stores, whole_tensors(1), version=1)
+    assert names(folder) == []
 
 
 def test_a_containers_limit_is_told_before_the_system_ends_it(folder, tmp_path):
