@@ -5,6 +5,7 @@ bench/weights_tensor.py, which starts one on each GPU.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections import Counter
@@ -98,14 +99,15 @@ class TensorEngine(Engine):
         return self.read(frame, undo_on_host=True)
 
     def count_bytes(self, frame: bytes) -> dict[str, Any]:
-        """Return the bytes of this rank's part, and those that it reads of each owner's: whole rows
-        where it holds some of their columns."""
+        """Return the bytes of this rank's part, and those that it reads of each owner's: of a
+        broadcast all of it."""
         offer: Offer = decode(frame)
         assert isinstance(offer.source, RegisteredShards)
-        wanted = all_numbers if self._scheme in GROUP_SCHEMES else self._held.wanted
+        by_rows = functools.partial(self._held.wanted, by_rows=True)
+        wanted = all_numbers if self._scheme in GROUP_SCHEMES else by_rows
         buckets = plan_reads(
             offer.manifest.entries,
-            num_owners=len(offer.source.parts),
+            owners=range(len(offer.source.parts)),
             bucket_bytes=BUCKET_BYTES,
             wanted=lambda owner: wanted,
         )

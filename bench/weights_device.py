@@ -177,7 +177,7 @@ def receive_all(source: Connection, args: argparse.Namespace, name: str) -> None
         """The bytes to this device, and neither to their places nor verified."""
         with openers["device"].open_parts(offer) as parts:
             buckets = plan_reads(
-                offer.manifest.entries, num_owners=len(parts), bucket_bytes=BUCKET_BYTES
+                offer.manifest.entries, owners=range(len(parts)), bucket_bytes=BUCKET_BYTES
             )
             for bucket in buckets:
                 parts[bucket.owner].reader.read(bucket.stretches, room[: bucket.size_bytes])

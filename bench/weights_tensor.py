@@ -15,7 +15,7 @@ is beside the tensors, with the undo on the host; `extra_device_bytes_with_undo`
 
 The rates, each of one GPU:
   bytes_per_s             bytes of an engine rank's part / seconds
-  read_bytes_per_s        bytes that it read / seconds; whole rows where it holds some columns
+  read_bytes_per_s        bytes that it read / seconds; by gloo those of a whole broadcast
   received_bytes_per_s    those of them that came from another GPU / seconds
   all_gather_bytes_per_s  bytes of the gathered weights, the own ones among them / seconds
   all_gather_received_bytes_per_s   those of them that came from another GPU / seconds

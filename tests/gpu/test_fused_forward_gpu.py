@@ -1,5 +1,5 @@
-"""The engine's fused pass against the composition that it optimizes, to the bit: the decoder's layers
-as the trainer runs them, with the same attention, and the products of both from the library.
+"""The engine's fused pass against the composition that it optimizes, to the bit. That is the decoder's
+layers as the trainer runs them, with the same attention. Both take their products from the library.
 
 With few rows of a wide model the next norm adds a product to the residual stream. The composition
 does that where a reduction is injected, here the identity. With many rows the product adds it

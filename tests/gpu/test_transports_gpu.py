@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -341,6 +342,10 @@ def test_columns_are_cut_on_their_way_into_a_bucket(source: str) -> None:
     found_RC = bucket_N[4096:].view(torch.bfloat16).view(rows, columns // 2)
     assert torch.equal(found_RC, rounded_RC[:, columns // 2 :])
     assert torch.equal(bucket_N[:4096].view(torch.bfloat16), rounded_RC.view(-1)[:2048])
+    with ThreadPoolExecutor(1) as another:  # that has called nothing of CUDA
+        alone_N = torch.zeros_like(bucket_N)
+        another.submit(lambda: part.begin([cut], alone_N).synchronize()).result(DEADLINE_S)
+    assert torch.equal(alone_N[4096:], bucket_N[4096:])
     whole = PartRange(start=0, stop=cut.size_bytes, at=0)
     timed_fill(part.begin, [whole], bucket_N, f"rows of {source}")
     assert torch.equal(

@@ -163,8 +163,8 @@ OWNED = {
     ("launch/placement/worker.py", "build_rank"): "cluster.start_deadline_s of the driver",
     ("launch/serving/served_rank.py", "_on_compute"): "the compute thread",
     ("trainer/trainer.py", "_computed"): "the compute thread",
-    # CUDA, whose synchronize has no deadline: at a start, an end or a move, not in an engine's step
     ("weights/transports/shared_memory.py", "_take_room"): "the system: it has the pages, or not",
+    # CUDA, whose synchronize has no deadline: at a start, an end or a move, not in an engine's step
     ("weights/registered.py", "_read_ahead"): "the thread, whose reads have deadlines",
     ("weights/registered.py", "read"): "the device, which copies",
     ("weights/landed.py", "finish"): "the device, which copies from host memory and sums",

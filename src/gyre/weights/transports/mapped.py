@@ -87,7 +87,7 @@ def populate(address: int, size_bytes: int) -> None:
         found = set(mapping.map(map_from, range(0, size_bytes, POPULATE_BYTES))) - {0}
     if found - {errno.EINVAL}:
         # EFAULT: a process that wrote there would have been ended by SIGBUS
-        names = ", ".join(errno.errorcode[one] for one in sorted(found))
+        names = ", ".join(errno.errorcode.get(one, str(one)) for one in sorted(found))
         raise MemoryBudgetError(
             f"no room for {size_bytes} bytes of shared memory ({names})",
             hint="make /dev/shm larger, or give the container more memory",

@@ -100,9 +100,9 @@ def all_numbers(placed: PlacedSegment) -> Iterable[WantedRun]:
 
 
 def owners_in_turn(num_owners: int, *, reader: int, num_readers: int) -> tuple[int, ...]:
-    """Return the order in which a reader asks the owners of parts, the one beside it first. As long
-    as readers keep step, no owner is asked by two of them at once where there is one for each, and
-    every link between two devices is used both ways."""
+    """Return the order in which a reader asks the owners of parts. Readers begin at different
+    owners. With an owner for each and readers in step, no two ask one at once: of ranks that share
+    devices each asks its own first."""
     assert 0 <= reader < num_readers
     first = reader * num_owners // num_readers
     return tuple((first + step) % num_owners for step in range(num_owners))
@@ -172,8 +172,8 @@ class _Rows:
 def _find_rows(
     placed: PlacedSegment, low: int, high: int, columns: Columns, limit: int
 ) -> _Rows | None:
-    """Return the whole rows of numbers [low, high) of which some columns are wanted; None where
-    they are not to be read by rows, since they do not begin at lines or a row fills a bucket."""
+    """Return the whole rows of numbers [low, high) of which some columns are wanted. None where
+    they are read as they lie: they do not begin at lines, or one is larger than a bucket."""
     if columns is None:
         return None
     num_columns = math.prod(placed.entry.shape[1:])

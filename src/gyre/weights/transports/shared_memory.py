@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -194,15 +194,16 @@ class SharedMemoryStore:
                 torch.cuda.set_device(device)  # a thread begins on the first one
             return self._take_slot(number, size_bytes)
 
-        with ThreadPoolExecutor(SLOTS, thread_name_prefix="take-slot") as taking:
-            calls = [taking.submit(take, number) for number in range(SLOTS)]
-        errors = [error for call in calls if (error := call.exception()) is not None]
-        if errors:
+        calls: list[Future[_OwnedSlot]] = []
+        try:
+            with ThreadPoolExecutor(SLOTS, thread_name_prefix="take-slot") as taking:
+                calls += [taking.submit(take, number) for number in range(SLOTS)]
+            self._slots = [call.result() for call in calls]
+        except BaseException:
             for number, call in enumerate(calls):
-                if call.exception() is None:
+                if call.done() and call.exception() is None:
                     self._remove(number, call.result())
-            raise errors[0]
-        self._slots = [call.result() for call in calls]
+            raise
 
     def _take_slot(self, number: int, size_bytes: int) -> _OwnedSlot:
         """Go on with a slot of this run whose owner died, or make one."""
@@ -217,7 +218,7 @@ class SharedMemoryStore:
                         hint="remove the file, or give this run an id of its own",
                     )
                 if os.fstat(handle).st_size == HEADER_BYTES + size_bytes:
-                    return _OwnedSlot(os.dup(handle), header, size_bytes, pin=self._pin)
+                    return self._take_over(handle, header, size_bytes)
                 path.unlink()
             finally:
                 os.close(handle)
@@ -225,8 +226,7 @@ class SharedMemoryStore:
         handle = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             assert try_lock(handle), "a file without a name was locked"
-            self._allocate(handle, HEADER_BYTES + size_bytes)
-            os.pwrite(handle, pack(empty), 0)
+            self._allocate(handle, HEADER_BYTES + size_bytes, empty)
             self._name(handle, path)
             return _OwnedSlot(handle, empty, size_bytes, pin=self._pin)
         except BaseException:
@@ -235,13 +235,24 @@ class SharedMemoryStore:
             os.close(handle)
             raise
 
+    def _take_over(self, handle: int, header: SlotHeader, size_bytes: int) -> _OwnedSlot:
+        """Go on with a dead owner's file, which may not have had all of its pages yet."""
+        kept = os.dup(handle)
+        try:
+            self._allocate(kept, HEADER_BYTES + size_bytes, header)
+            return _OwnedSlot(kept, header, size_bytes, pin=self._pin)
+        except BaseException:
+            os.close(kept)
+            raise
+
     def _check_room(self, numbers: Iterable[int], size_bytes: int) -> None:
         """Raise MemoryBudgetError unless container and folder have room for these slots beside the
-        files that are there, which they replace or go on with."""
+        pages that are there, which they replace or go on with. Other ranks may take theirs
+        meanwhile."""
         needed = 0
         for number in numbers:
             path = self._path(number)
-            there = path.stat(follow_symlinks=False).st_size if path.exists() else 0
+            there = path.stat(follow_symlinks=False).st_blocks * 512 if path.exists() else 0
             needed += max(0, HEADER_BYTES + size_bytes - there)
         room = group_room(self._group)
         if room is not None and room < needed:
@@ -251,21 +262,24 @@ class SharedMemoryStore:
                 "container's",
                 hint="raise the memory limit of the container that publishes",
             )
-        if (free_bytes := _free_bytes(self._folder)) < needed:
+        free_bytes = _free_bytes(self._folder)
+        if free_bytes is not None and free_bytes < needed:
             raise self._is_full(free_bytes, needed)
 
-    def _allocate(self, handle: int, size_bytes: int) -> None:
+    def _allocate(self, handle: int, size_bytes: int, header: SlotHeader) -> None:
         """Take the file's pages, without which a full file system is a SIGBUS at the first byte
-        that has none. Those of a page-locked file are taken where it is mapped, which is faster."""
-        if self._pin:
-            os.ftruncate(handle, size_bytes)
-            return
+        that has none, and write the header. Pages of a page-locked file are taken where it is
+        mapped, which is faster."""
         try:
-            os.posix_fallocate(handle, 0, size_bytes)
+            if self._pin:
+                os.ftruncate(handle, size_bytes)
+            else:
+                os.posix_fallocate(handle, 0, size_bytes)
+            os.pwrite(handle, pack(header), 0)
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            raise self._is_full(_free_bytes(self._folder), size_bytes) from error
+            raise self._is_full(_free_bytes(self._folder) or 0, size_bytes) from error
 
     def _is_full(self, free_bytes: int, needed: int) -> MemoryBudgetError:
         return MemoryBudgetError(
@@ -290,9 +304,10 @@ class SharedMemoryStore:
             os.close(folder)
 
 
-def _free_bytes(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int | None:
+    """Return the free bytes of a file system; None for a tmpfs without a limit."""
     found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def group_room(group: Path) -> int | None:

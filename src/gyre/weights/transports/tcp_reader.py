@@ -138,7 +138,7 @@ class TcpPart(LendsNothing):
     def _read_share(
         self, connection: socket.socket, stretches: Sequence[PartRange], out: memoryview
     ) -> None:
-        for one in stretches:
+        for one in (row for stretch in stretches for row in stretch.rows()):
             for start in range(one.start, one.stop, PIECE_BYTES):
                 at, count = one.at + start - one.start, min(PIECE_BYTES, one.stop - start)
                 self._request(connection, start, out[at : at + count])

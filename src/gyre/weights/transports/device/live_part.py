@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gyre.core.errors import InputError
 from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes
 from gyre.weights.transports.part_range import PartRange
 
@@ -72,6 +73,11 @@ class LivePart:
         """Copy columns of rows, which are of one segment."""
         number = bisect_right(self._starts, stretch.start) - 1
         one, values_N = self._placed[number], self._runs[number]
+        if stretch.stop > one.stop:
+            raise InputError(
+                f"bytes {stretch.start} to {stretch.stop} of a part are no rows of one tensor",
+                hint="publisher and receiver must be of one Gyre",
+            )
         dtype = dtype_of(one.entry)
         first, last, pitch, width = (
             count // dtype.itemsize

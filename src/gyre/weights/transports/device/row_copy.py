@@ -47,6 +47,7 @@ def copy_rows(host_RB: Tensor, device_RB: Tensor, stream: torch.cuda.Stream) -> 
     """Copy bytes on the stream, whose device is current. RuntimeError where CUDA refuses."""
     assert host_RB.dtype == device_RB.dtype == torch.uint8 and host_RB.shape == device_RB.shape
     rows, width = host_RB.shape
+    stream.query()  # binds the device's context to this thread, which the driver's function needs
     found = _Copy(
         source=_Side(kind=HOST, host=host_RB.data_ptr(), pitch_bytes=host_RB.stride(0)),
         destination=_Side(
