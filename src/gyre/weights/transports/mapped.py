@@ -1,8 +1,8 @@
 """Mapped memory: bytes of an open file, page-locked for a CUDA device on request; host memory in
 huge pages. In: a file handle; a size. Out: flat uint8 tensors, over pages that live as long.
 
-CUDA finds the pages of memory that it registers one by one, on one thread, and a page that nobody
-has written is zeroed then. Some threads do that before.
+CUDA faults in the pages of memory that it registers one by one, on one thread. Several threads
+fault them in before.
 """
 
 from __future__ import annotations

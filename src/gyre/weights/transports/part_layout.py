@@ -173,7 +173,7 @@ def _find_rows(
     placed: PlacedSegment, low: int, high: int, columns: Columns, limit: int
 ) -> _Rows | None:
     """Return the whole rows of numbers [low, high) of which some columns are wanted. None where
-    they are read as they lie: they do not begin at lines, or one is larger than a bucket."""
+    whole rows are to be read: they do not begin at lines, or one is larger than a bucket."""
     if columns is None:
         return None
     num_columns = math.prod(placed.entry.shape[1:])

@@ -1,4 +1,4 @@
-"""Row copy: rows of host memory into a GPU's, by its copy engine. In: rows that lie apart in
+"""Row copy: rows of host memory into a GPU's, by its copy engine. In: rows at a pitch in
 page-locked memory. Out: the same rows, one behind the other on the device.
 
 torch would copy them together on the host first.
