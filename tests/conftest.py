@@ -1,15 +1,19 @@
 """The order of test files: the longest first, so that workers that run files side by side end
-together. And the engines' accounts, looked at after every test."""
+together, also when one crashes. And the engines' accounts, looked at after every test."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from gyre.kernels.cpu.process import avoid_hidden_tiles
+
+if importlib.util.find_spec("xdist"):  # GPU machines may lack it
+    from file_scheduler import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 LONGEST = (
     "test_objectives_learn.py",

@@ -14,6 +14,7 @@ import msgspec
 from gyre.benchmark.answers import MOST_DETAIL_CHARS, AnswerReader, describe_error
 from gyre.benchmark.connection import ConnectionPool, ExchangeFailed
 from gyre.benchmark.records import RequestResult
+from gyre.core.codec import decode_json
 from gyre.core.errors import InputError
 
 MOST_ERROR_BYTES = 64 << 10
@@ -114,7 +115,7 @@ class _ModelList(msgspec.Struct):
 
     @classmethod
     def name_of_first(cls, body: bytes) -> str:
-        return msgspec.json.decode(body, type=cls).data[0].id
+        return decode_json(body, cls).data[0].id
 
 
 def _head(pool: ConnectionPool, method: str, path: str, api_key: str) -> bytes:

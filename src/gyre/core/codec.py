@@ -1,12 +1,16 @@
 """Codec: records to bytes and back, for snapshots and between processes. In: a frozen record of
 `core.records` (or one built of them). Out: versioned MessagePack with raw array buffers; never
-pickle.
+pickle. Other formats read their records here too, by `decode_json` and `decode_msgpack`.
+
+msgspec 0.22 works a type out at its first use, while other threads may run. One that meets the type
+half worked out ends the process. So decoders are built one at a time, and kept.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import threading
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -16,6 +20,8 @@ from gyre.core.errors import SnapshotError
 
 CODEC_VERSION = 1
 _MAGIC = b"GYR" + bytes([CODEC_VERSION])
+
+_BUILDING = threading.Lock()  # held while msgspec works a type out
 
 T = TypeVar("T")
 
@@ -36,7 +42,7 @@ def decode(data: bytes, kind: type[T], *, exact: bool = True) -> T:
         )
     name = getattr(kind, "__name__", str(kind))
     try:
-        record = cast(T, msgspec.msgpack.decode(data[4:], type=kind, dec_hook=to_array))
+        record = decode_msgpack(data[4:], kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SnapshotError(
             f"record bytes are no {name}: {error}", hint="use an earlier snapshot"
@@ -49,6 +55,16 @@ def decode(data: bytes, kind: type[T], *, exact: bool = True) -> T:
             hint="the file was written by another version of Gyre; resume with that version",
         )
     return record
+
+
+def decode_json(text: str | bytes, kind: type[T]) -> T:
+    """Read a record from JSON, in any thread. msgspec.DecodeError."""
+    return cast(T, _json_decoder(kind).decode(text))
+
+
+def decode_msgpack(data: bytes | memoryview, kind: type[T]) -> T:
+    """Read a record from MessagePack, in any thread. msgspec.DecodeError."""
+    return cast(T, _msgpack_decoder(kind).decode(data))
 
 
 def from_array(value: Any) -> Any:
@@ -66,6 +82,18 @@ def to_array(kind: type, value: Any) -> Any:
     assert kind is np.ndarray, kind
     dtype, shape, data = value
     return np.frombuffer(data, dtype=_number_type(dtype)).reshape(shape).copy()
+
+
+@functools.cache
+def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    with _BUILDING:
+        return msgspec.json.Decoder(kind)
+
+
+@functools.cache
+def _msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    with _BUILDING:
+        return msgspec.msgpack.Decoder(kind, dec_hook=to_array)
 
 
 @functools.cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import subprocess
+import sys
 import types
 import typing
 from typing import Any
@@ -248,3 +250,50 @@ def test_rollouts_of_one_prompt_share_nothing_after_a_round_trip():
     first, second = decode(encode([rollout, rollout]), list[Rollout])
     first.tokens[0] = 9
     assert second.tokens[0] == 0 and rollout.tokens[0] == 0
+
+
+MEETING = """
+from __future__ import annotations
+import sys, threading, types
+from gyre.core.codec import decode_json, decode_msgpack
+
+SOURCE = '''
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass(frozen=True, slots=True)
+class Part:
+    key: str
+    lease: int | None = None
+@dataclass(frozen=True, slots=True)
+class Whole:
+    writer: str
+    puts: tuple[Part, ...] = ()
+'''
+sys.setswitchinterval(1e-6)
+for number in range(100):
+    module = types.ModuleType(f"records_{number}")
+    sys.modules[module.__name__] = module
+    exec(SOURCE, module.__dict__)
+    found, start = [], threading.Barrier(6)
+
+    def read(reader, data, kind):
+        start.wait()
+        found.append(reader(data, kind))
+
+    whole, part = b'{"writer":"a","puts":[{"key":"k"}]}', bytes([0x81, 0xA3]) + b"key" + bytes([0xA1]) + b"k"
+    given = [(decode_json, whole, module.Whole), (decode_msgpack, part, module.Part)] * 3
+    threads = [threading.Thread(target=read, args=each) for each in given]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert sorted(map(str, found)) == ["Part(key='k', lease=None)"] * 3 + [
+        "Whole(writer='a', puts=(Part(key='k', lease=None),))"
+    ] * 3
+"""
+
+
+def test_threads_meet_a_type_for_the_first_time_together():
+    """Decoders that are not built one at a time end this process by a segmentation fault."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MEETING], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr

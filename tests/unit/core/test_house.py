@@ -80,3 +80,17 @@ def test_tests_read_little_private_state() -> None:
         if PRIVATE.search(line) and "import" not in line
     ]
     assert len(reads) <= MOST_PRIVATE_READS, reads
+
+
+def test_records_are_decoded_by_the_codec() -> None:
+    """msgspec works a type out at its first use. In two threads at once that ends the process."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{call.lineno}"
+        for path, tree in TREES.items()
+        if path != SOURCE / "core" / "codec.py"
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and re.fullmatch(r"msgspec(\.\w+)?\.(decode|convert)", ast.unparse(call.func))
+        and any(keyword.arg == "type" for keyword in call.keywords)
+    ]
+    assert not found, f"use decode_json or decode_msgpack of gyre.core.codec: {found}"

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gyre.core.codec import from_array, to_array
+from gyre.core.codec import decode_msgpack, from_array, to_array
 from gyre.core.errors import GyreError, WorkerLost
 from gyre.core.offers import FolderTensors, Offer, RegisteredShards
 from gyre.core.records import Manifest
@@ -144,11 +144,11 @@ def _pack_offer(offer: Offer) -> list[Any]:
 
 
 def _unpack_offer(data: memoryview) -> Offer:
-    manifest, is_folder, raw, homes = msgspec.msgpack.decode(
-        data, type=tuple[Manifest, bool, msgspec.Raw, frozenset[str]]
+    manifest, is_folder, raw, homes = decode_msgpack(
+        data, tuple[Manifest, bool, msgspec.Raw, frozenset[str]]
     )
     kind = FolderTensors if is_folder else RegisteredShards
-    source = msgspec.msgpack.decode(raw, type=kind)
+    source = decode_msgpack(raw, kind)
     return Offer(manifest=manifest, source=source, homes=homes)
 
 
@@ -162,8 +162,8 @@ def _name(kind: type) -> str:
 
 def _unpack(code: int, data: memoryview) -> Any:
     if code == RECORD:
-        name, raw = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
-        return msgspec.msgpack.decode(raw, type=_find_class(name), dec_hook=to_array)
+        name, raw = decode_msgpack(data, tuple[str, msgspec.Raw])
+        return decode_msgpack(raw, _find_class(name))
     if code == OFFER:
         return _unpack_offer(data)
     value = msgspec.msgpack.decode(data, ext_hook=_unpack)

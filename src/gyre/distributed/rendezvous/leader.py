@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gyre.core.codec import decode_json
 from gyre.core.errors import DeadlineError
 from gyre.distributed.rendezvous.contract import (
     CommitRefused,
@@ -88,7 +89,7 @@ async def _until_free(rendezvous: Rendezvous, name: str, found: KeyEntry, end_s:
     except HistoryLost:
         return  # look at the key again
     except TimeoutError as error:
-        holder = msgspec.json.decode(found.value, type=LeaderRecord).holder
+        holder = decode_json(found.value, LeaderRecord).holder
         raise _still_led(name, f"'{holder}'") from error
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from gyre.core.codec import decode_json
 from gyre.core.errors import InputError, RankError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.core.records import Manifest, TensorEntry
@@ -140,7 +141,7 @@ def to_text(record: Any) -> str:
 def from_text(text: str, kind: type[T], key: str) -> T:
     """Return the record of a key. InputError for a text of another writer."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decode_json(text, kind)
     except msgspec.DecodeError as error:
         raise InputError(
             f"rendezvous key '{key}' holds no {kind.__name__}: {error}",

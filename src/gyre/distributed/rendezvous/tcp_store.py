@@ -25,6 +25,7 @@ from typing import TypeVar
 import msgspec
 from torch.distributed import Store
 
+from gyre.core.codec import decode_json
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.core.liveness import decide
@@ -265,11 +266,11 @@ class StoreRendezvous:
             self._apply(self._store.get(f"log/{self._next}"))
 
     def _apply(self, text: bytes) -> CommitResult:
-        entry = msgspec.json.decode(text, type=LogEntry)
+        entry = decode_json(text, LogEntry)
         if entry.is_trimmed:
             self._next = int(self._store.get(NEWEST))
             taken = self._store.get(f"{NEWEST}/{self._next}")
-            self._table.load(msgspec.json.decode(taken, type=TableSnapshot))
+            self._table.load(decode_json(taken, TableSnapshot))
             return CommitResult()
         self._next += 1
         if entry.grant_s:

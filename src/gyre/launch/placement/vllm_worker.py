@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
 import psutil
 
 from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
+from gyre.core.codec import decode_json
 from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.observability.spans import ActivityClock
@@ -26,7 +26,7 @@ from gyre.sidecars.vllm.versions import VllmBuild
 
 async def build_vllm_engine(context: Context, *, role_json: str) -> VllmWorker:
     """Import vLLM and check its version. No device memory is taken before the engine's start."""
-    role = msgspec.json.decode(role_json, type=VllmRole)
+    role = decode_json(role_json, VllmRole)
     imports_s, begun_s = time.time() - psutil.Process().create_time(), time.monotonic()
     build = await asyncio.to_thread(import_vllm)
     seconds = time.monotonic() - begun_s

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from gyre.core.codec import decode_json
 from gyre.core.errors import InputError
 from gyre.core.offers import FolderTensors, Offer, RegisteredShards
 from gyre.core.records import Manifest
@@ -47,7 +48,7 @@ def encode_offer(offer: Offer) -> str:
 
 
 def decode_offer(text: str) -> Offer:
-    found = msgspec.json.decode(text, type=OfferText)
+    found = decode_json(text, OfferText)
     source = FolderTensors(folder=found.folder) if found.shards is None else found.shards
     return Offer(manifest=found.manifest, source=source)
 

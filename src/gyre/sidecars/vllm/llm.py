@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from gyre.core import errors
+from gyre.core.codec import decode_json
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.sidecars.vllm.config import DuringTraining
 from gyre.sidecars.vllm.device_memory import ProcessBytes, ProofLimits
@@ -244,7 +244,7 @@ class LlmProcess:
         told = await self._ask_workers(method, *args)
         for rank, answer in enumerate(told):
             if answer:
-                name, message, hint = msgspec.json.decode(answer, type=tuple[str, str, str])
+                name, message, hint = decode_json(answer, tuple[str, str, str])
                 kind = getattr(errors, name, RankError) if name else RankError
                 assert issubclass(kind, GyreError)
                 raise kind(f"vLLM's worker {rank}: {message}", hint=hint)
@@ -252,7 +252,7 @@ class LlmProcess:
     async def device_bytes(self) -> list[ProcessBytes]:
         """Return what each of vLLM's workers says that it has on its device."""
         found = await self._ask_workers("gyre_device_bytes")
-        return [msgspec.json.decode(answer, type=ProcessBytes) for answer in found]
+        return [decode_json(answer, ProcessBytes) for answer in found]
 
     async def pause(self) -> None:
         """Let no step begin, and drop cached KV: it is of the weights that go."""
