@@ -4,6 +4,8 @@ VENV := .venv
 PEERS := .venvs/peers
 BIN := $(VENV)/bin
 GYRE := $(BIN)/gyre
+# pip compiles one module after the other, most of which nobody imports: a minute. The first import compiles what it needs.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Test files that run side by side, each worker with one thread of arithmetic. Three for two cores: a third of the time a
 # test waits for processes and timers.
 WORKERS ?= 3
@@ -21,11 +23,11 @@ install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(PIP) -e .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster,pod,moments,trace]'
+	$(PIP) -e '.[dev,data,track,cluster,pod,moments,trace]'
 	touch $@
 
 # TRL, verl and lm-eval in an environment of their own, for the tests that compare with them.

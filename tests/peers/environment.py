@@ -67,7 +67,7 @@ def build(folder: Path) -> None:
         "--quiet",
         "--disable-pip-version-check",
     ]
-    subprocess.run([*pip, "install", "--no-deps", *PEERS, *NEEDS], check=True)
+    subprocess.run([*pip, "install", "--no-compile", "--no-deps", *PEERS, *NEEDS], check=True)
 
 
 def ask(script: Path, cases: Any, *, more: tuple[str, ...] = (), limit_s: float = 240.0) -> Any:

@@ -34,6 +34,7 @@ SLOW = *EXACT, "--set", "engine.max_running=1"
 ASKED = [{"role": "user", "content": "How many apples are left?"}]
 KEY = "a-key-for-the-tests"
 LONGEST_S = 240.0
+TOKENS = 200  # of a stream that is disturbed
 ROUNDING = 2e-4  # of log-probs: two parts are summed in another order than a whole
 
 
@@ -63,11 +64,11 @@ def events_of(served: Served, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def until(true: Callable[[], Any], seconds: float = LONGEST_S) -> None:
+def until(true: Callable[[], Any], seconds: float = LONGEST_S, *, pause_s: float = 0.05) -> None:
     ends = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < ends
-        time.sleep(0.05)
+        time.sleep(pause_s)
 
 
 def ranks_of(served: Served) -> dict[str, psutil.Process]:
@@ -293,24 +294,29 @@ def test_a_server_over_ranks_follows_a_folder(folder, tmp_path) -> None:
         assert greedy(served) == (greedy_reference(target, ASKED), "version-1")
 
 
-def ask_many(served: Served, *, then: Callable[[], Any] = lambda: None) -> list[str]:
-    """Three streams at once, with a seed each; `then` is called at the first event of any."""
-    came = threading.Event()
+def ask_many(
+    served: Served, *, then: Callable[[], Any] = lambda: None, at_once: int = 1
+) -> list[str]:
+    """Three streams, with a seed each; `then` is called while `at_once` of them have tokens, and
+    more to come."""
+    running: set[int] = set()
 
     def ask(seed: int) -> str:
         texts = []
         with asking(served) as client:
             for event in client.chat.completions.create(
-                model="qwen", messages=ASKED, max_tokens=60, seed=seed, stream=True,
+                model="qwen", messages=ASKED, max_tokens=TOKENS, seed=seed, stream=True,
                 extra_body={"ignore_eos": True},
             ):  # fmt: skip
                 texts += [choice.delta.content or "" for choice in event.choices]
-                came.set()
+                if any(texts):
+                    running.add(seed)
+        running.discard(seed)
         return "".join(texts)
 
     with ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(ask, seed) for seed in range(3)]
-        assert came.wait(LONGEST_S)
+        until(lambda: len(running) >= at_once, pause_s=0.002)
         then()
         return [one.result(timeout=LONGEST_S) for one in asked]
 
@@ -323,7 +329,8 @@ def test_a_rank_that_dies_costs_no_token(folder, tmp_path) -> None:
         assert sorted(before) == ["engine-0", "engine-0.1", "engine-1", "engine-1.1"]
         undisturbed = ask_many(served)
         assert len(set(undisturbed)) == 3
-        assert ask_many(served, then=before["engine-0.1"].kill) == undisturbed
+        # two at once: one on each engine
+        assert ask_many(served, then=before["engine-0.1"].kill, at_once=2) == undisturbed
         (lost,) = events_of(served, "engine.lost")
         assert lost["engine"] == "engine-0"
         assert events_of(served, "retry.request_requeued")
