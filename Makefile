@@ -12,7 +12,7 @@ WORKERS ?= 3
 # Hundreds of processes import the package: its bytecode is kept, even where the user's shell says otherwise.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed test-variants peers vllm test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
+.PHONY: demo install install-dev test test-all test-failed test-variants peers vllm environments types-and-tests-read test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -57,12 +57,20 @@ types: install-dev
 test: style
 	$(PYTEST) --ignore tests/gpu -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not variant and not gpu"
 
-# Types are checked beside the tests: that takes a minute of one core, and a fault in either fails the whole.
+# While the environments of the peers and of vLLM are filled, one core checks types and reads the tests. Workers that
+# began with tests that were never read would each compile all of them.
 # Without the package index the tests that need the peers fail, and those of vLLM are skipped, each with the reason; the
 # others still run.
 test-all: style
-	-$(MAKE) --jobs 2 --keep-going peers vllm
-	$(MAKE) --jobs 2 types test-every
+	$(MAKE) --jobs 2 environments types-and-tests-read
+	$(MAKE) test-every
+
+environments: install-dev
+	-$(MAKE) peers
+	-$(MAKE) vllm
+
+types-and-tests-read: types
+	$(PYTEST) --collect-only --quiet --quiet > /dev/null
 
 test-every: install-dev
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not variant and not gpu"
