@@ -474,6 +474,11 @@ EVENTS = {
         "step version error",
         counted=True,
     ),
+    "weights.populate_unsupported": EventKind(
+        "The kernel is older than 5.14: CUDA maps the pages of slots one by one, which is slower.",
+        "kernel",
+        counted=True,
+    ),
     "weights.slot_replaced": EventKind(
         "A slot in shared memory had been cut or removed; its owner made it anew.",
         "name",

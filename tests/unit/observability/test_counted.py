@@ -79,6 +79,7 @@ COUNTED = [
     "warn.staleness_uncorrected",
     "weights.commit_failed",
     "weights.publish_failed",
+    "weights.populate_unsupported",
     "weights.slot_replaced",
     "weights.reader_lost",
     "weights.reader_refused",

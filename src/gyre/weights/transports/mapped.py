@@ -50,8 +50,8 @@ class MappedFile:
         held.pages = pages  # tensors hold the buffer, which holds the mapping
         self.bytes_N: Tensor = torch.frombuffer(held, dtype=torch.uint8)
         self._unlock: weakref.finalize | None = None
+        self.is_populated = not pin or populate(address, size_bytes)
         if pin:
-            populate(address, size_bytes)
             self._register(address, pages)
 
     def close(self) -> None:
@@ -72,9 +72,9 @@ class MappedFile:
         self._unlock = weakref.finalize(self, _unregister, address, pages)
 
 
-def populate(address: int, size_bytes: int) -> None:
+def populate(address: int, size_bytes: int) -> bool:
     """Map pages of shared memory, and take those that are new. MemoryBudgetError where the system
-    has none left. A kernel that cannot leaves it to CUDA, which then refuses instead."""
+    has none left. False from a kernel that cannot: CUDA then takes them, or refuses instead."""
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -92,6 +92,7 @@ def populate(address: int, size_bytes: int) -> None:
             f"no room for {size_bytes} bytes of shared memory ({names})",
             hint="make /dev/shm larger, or give the container more memory",
         )
+    return not found
 
 
 def _unregister(address: int, pages: mmap.mmap) -> None:

@@ -9,6 +9,7 @@ or another run begins.
 from __future__ import annotations
 
 import os
+import platform
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,6 +52,7 @@ class _OwnedSlot:
         self.header = header
         self._mapped = MappedFile(handle, HEADER_BYTES + capacity_bytes, writable=True, pin=pin)
         self.bytes_N = self._mapped.bytes_N[HEADER_BYTES:]
+        self.is_populated = self._mapped.is_populated
         self._is_open = True
 
     def put(self, header: SlotHeader) -> None:
@@ -199,6 +201,8 @@ class SharedMemoryStore:
             with ThreadPoolExecutor(SLOTS, thread_name_prefix="take-slot") as taking:
                 calls += [taking.submit(take, number) for number in range(SLOTS)]
             self._slots = [call.result() for call in calls]
+            if not all(slot.is_populated for slot in self._slots):
+                self._emit("weights.populate_unsupported", kernel=platform.release())
         except BaseException:
             for number, call in enumerate(calls):
                 if call.done() and call.exception() is None:

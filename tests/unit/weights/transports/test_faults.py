@@ -7,6 +7,7 @@ import itertools
 import json
 import mmap
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -320,7 +321,7 @@ def test_pages_are_taken_before_they_are_used_and_keep_what_they_have(folder, mo
     with mapped(path, size_bytes) as pages:
         pages[5000:5003] = b"abc"
         before = path.stat().st_blocks
-        populate(address_of(pages), size_bytes)
+        assert populate(address_of(pages), size_bytes)
         assert path.stat().st_blocks * 512 == size_bytes > before * 512
         assert pages[5000:5003] == b"abc" and pages[:5000] == bytes(5000)
 
@@ -331,6 +332,25 @@ def test_pages_that_the_system_has_not_are_told_and_end_no_process(small):
     )
     with mapped(small / "pages", 1 << 20) as pages, told:
         populate(address_of(pages), 1 << 20)
+
+
+def test_a_kernel_that_cannot_populate_is_told_once(folder, monkeypatch):
+    monkeypatch.setattr(mapped_memory, "MADV_POPULATE_WRITE", 99)  # of no kernel
+    with mapped(folder / "pages", 8192) as pages:
+        assert not populate(address_of(pages), 8192)
+    (folder / "pages").unlink()
+
+    class Populated(MappedFile):
+        def __init__(self, handle: int, size_bytes: int, *, writable: bool, pin: bool) -> None:
+            super().__init__(handle, size_bytes, writable=writable, pin=pin)
+            self.is_populated = populate(self.bytes_N.data_ptr(), size_bytes)
+
+    monkeypatch.setattr(shared_memory, "MappedFile", Populated)
+    told: list[tuple[str, dict[str, Any]]] = []
+    with stores_of(folder, 1, emit=lambda kind, **fields: told.append((kind, fields))) as stores:
+        for version in (1, 2, 3):
+            register(stores, whole_tensors(version), version=version)
+    assert told == [("weights.populate_unsupported", {"kernel": platform.release()})]
 
 
 def test_slots_that_cannot_be_page_locked_leave_no_file(folder, monkeypatch):
