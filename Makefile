@@ -9,8 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Test files that run side by side, each worker with one thread of arithmetic. Three for two cores: a third of the time a
 # test waits for processes and timers.
 WORKERS ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Hundreds of processes import the package: its bytecode is kept, even where the user's shell says otherwise.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo install install-dev test test-all test-failed test-variants peers vllm environments types-and-tests-read test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
 
@@ -70,7 +71,8 @@ environments: install-dev
 	-$(MAKE) vllm
 
 types-and-tests-read: types
-	$(PYTEST) --collect-only --quiet --quiet > /dev/null
+	mkdir -p build
+	$(PYTEST) --collect-only --quiet --quiet > build/collected.txt || { cat build/collected.txt; exit 1; }
 
 test-every: install-dev
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not variant and not gpu"

@@ -8,6 +8,8 @@ for good. Its issues 1323, 1327 and 1378 tell of it; what mends the first two is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -30,15 +32,26 @@ class FileScheduler(LoadFileScheduling):
             self._reschedule(other)
         return crashed
 
+    def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
+        super().add_node_collection(node, collection)
+        if node not in self.registered_collections:
+            raise RuntimeError("the worker in a crashed one's place has collected other tests")
+
     def _reschedule(self, node: WorkerController) -> None:
         if node.shutting_down or node not in self.registered_collections:
             return  # one in a crashed one's place collects first
-        if not self.workqueue:
-            node.shutdown()
-        # A worker begins a test when it knows of a second, and asks for work when one has ended.
+        # A worker begins a test when it knows of a second, or that there is none. It asks for work
+        # when one has ended.
         while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
             self._assign_work_unit(node)
+        if not self.workqueue:
+            node.shutdown()
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        with suppress(OSError):  # it has just ended, which `remove_node` hears of next
+            super()._assign_work_unit(node)
 
 
+@pytest.hookimpl(optionalhook=True)  # of xdist, which a run may leave out
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduler | None:
     return FileScheduler(config, log) if config.getvalue("dist") == "loadfile" else None
