@@ -477,6 +477,7 @@ EVENTS = {
     "weights.populate_unsupported": EventKind(
         "The kernel is older than 5.14: CUDA maps the pages of slots one by one, which is slower.",
         "kernel",
+        own={"kernel": Field("str", "", "release of the system's kernel")},
         counted=True,
     ),
     "weights.slot_replaced": EventKind(

@@ -29,6 +29,7 @@ from gyre.loop.stopping import StopRequest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 5.0  # for a phase that was broken off to come to an end
+DISPLAY_S = 1.0  # for the display to close and the last words to be written
 
 
 class StopSignals:
@@ -107,6 +108,11 @@ class StopSignals:
 
     def _end_process(self, message: str) -> None:
         error = self.stopped(message)
+        # The display's locks may be held by what the signal interrupted, or by a thread whose
+        # terminal takes nothing.
+        end = threading.Timer(DISPLAY_S, os._exit, (error.exit_code,))
+        end.daemon = True
+        end.start()
         try:
             self.close_display()
             self._say(error)

@@ -201,13 +201,13 @@ class SharedMemoryStore:
             with ThreadPoolExecutor(SLOTS, thread_name_prefix="take-slot") as taking:
                 calls += [taking.submit(take, number) for number in range(SLOTS)]
             self._slots = [call.result() for call in calls]
-            if not all(slot.is_populated for slot in self._slots):
-                self._emit("weights.populate_unsupported", kernel=platform.release())
         except BaseException:
             for number, call in enumerate(calls):
                 if call.done() and call.exception() is None:
                     self._remove(number, call.result())
             raise
+        if not all(slot.is_populated for slot in self._slots):
+            self._emit("weights.populate_unsupported", kernel=platform.release())
 
     def _take_slot(self, number: int, size_bytes: int) -> _OwnedSlot:
         """Go on with a slot of this run whose owner died, or make one."""
