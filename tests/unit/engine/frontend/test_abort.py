@@ -13,6 +13,7 @@ from gyre.core.records import Request, Sampling, TokenChunk
 from gyre.engine.scheduler.sequence import State
 from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.swap import SwapRates
+from shown_settings import show
 
 
 class Inside:
@@ -205,7 +206,10 @@ def test_what_is_found_finished_while_its_next_step_is_in_flight_is_dropped() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("depth", "num_slots"), [(0, 0), (1, 0), (1, 12), (2, 40)])
+@pytest.mark.parametrize(
+    ("depth", "num_slots"),
+    show(((0, 0), (1, 12), (2, 40)), ((0, 0), (1, 0), (1, 12), (2, 40))),
+)
 def test_soak_under_random_aborts(depth: int, num_slots: int) -> None:
     """Tens of thousands of steps with aborts, deadlines, interrupts and new weights; nothing leaks
     on the way."""

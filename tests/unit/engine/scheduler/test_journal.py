@@ -179,7 +179,7 @@ def test_two_cores_play_the_same_journal_alike(
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=600)
+@settings(SETTINGS, max_examples=400)
 @PLAYED
 def test_two_cores_play_many_journals_alike(
     entries: list[Entry], depth: int, num_pages: int, num_slots: int

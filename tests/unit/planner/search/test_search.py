@@ -55,7 +55,7 @@ def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixe
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @JOBS
 def test_the_best_of_many_jobs_is_the_fastest_that_fits(
     shape, gpus, gpu, longest, host, fixed, rollout

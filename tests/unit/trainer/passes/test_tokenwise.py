@@ -4,6 +4,7 @@ On GPUs: tests/gpu/test_invariant_tensor_gpu.py."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from gyre.trainer.passes.tokenwise import tokenwise_logprobs
 from invariant_cases import batch_of, gaps, joined, rollouts, stepped
 from rank_pool import RankPool
+from shown_settings import show
 
 COMPANY: list[dict[str, Any]] = [
     {},
@@ -35,17 +37,12 @@ def one_answer(pool: RankPool, which: str, **settings: Any) -> Any:
 
 
 @pytest.mark.slow  # make test has the first step, which finds no gap
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("which", "size"),
-    [
-        ("qwen2", 2),
-        ("qwen3", 4),
-        *(
-            pytest.param(*case, marks=pytest.mark.variant)
-            for case in (("llama", 2), ("qwen3", 2), ("llama", 4), ("qwen2", 4))
-        ),
-    ],
+    ("which", "size", "dtype"),
+    show(
+        (("qwen2", 2, "bfloat16"), ("qwen3", 4, "float32")),
+        itertools.product(("llama", "qwen2", "qwen3"), (2, 4), ("float32", "bfloat16")),
+    ),
 )
 def test_logprobs_are_the_engines_to_the_bit(
     request: pytest.FixtureRequest, which: str, size: int, dtype: str
