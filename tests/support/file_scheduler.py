@@ -43,13 +43,10 @@ class FileScheduler(LoadFileScheduling):
         # A worker begins a test when it knows of a second, or that there is none. It asks for work
         # when one has ended.
         while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
-            self._assign_work_unit(node)
+            with suppress(OSError):  # it has just ended, which `remove_node` hears of next
+                self._assign_work_unit(node)
         if not self.workqueue:
             node.shutdown()
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        with suppress(OSError):  # it has just ended, which `remove_node` hears of next
-            super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, which a run may leave out
