@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import gyre
 from gyre.cli.main import app
-from gyre.core.errors import InputError
+from gyre.cli.serve import refuse_unread
+from gyre.core.errors import ConfigError, InputError
 from gyre.models.hub.load import load_hub
 
 
@@ -96,7 +97,28 @@ def test_what_a_start_refuses_is_refused(folder, tmp_path) -> None:
             ["--set", "engine.batch_invariant=true", "--set", "engine.c_kernels=false"],
             "own kernels",
         ),
+        (["--set", "cluster.engine_works=2"], "did you mean"),
+        (["--set", "engine.vllm.kv_bytes=1"], "engine.vllm.kv_bytes: a server does not read it"),
+        (["--set", "run.seed=3", "--set", "run.threads=1"], "run.seed: a server does not read it"),
     ):
         done = CliRunner().invoke(app, ["serve", str(folder), "--dry-run", "--json", *options])
         assert done.exit_code == 2
         assert said in json.loads(done.stdout.splitlines()[-1])["error"]["message"]
+
+
+def test_settings_of_a_run_are_refused_with_what_a_server_has_instead(folder, tmp_path) -> None:
+    read = ["run.threads=1", "cluster.hang_s=9", "engine.journal=false", "engine.kind=native"]
+    read += ["data.template=chat", "parallel.timeout_s=9", "tokenizer.end_token=</s>"]
+    refuse_unread(read)
+    for setting, hint in (
+        ("engine.kind = 'vllm'", "native engine"),
+        ("cluster.engine_workers=2", "--replicas"),
+        ("parallel.tensor_ranks=2", "engine.tensor_ranks"),
+        ("memory.leave.engine=destroy", "engine.kv_bytes"),
+        ("model.path=elsewhere", "serve the folder"),
+        ("run.stop_deadline_s=3", "--drain-s"),
+        ("trainer.steps=3", "training"),
+    ):
+        with pytest.raises(ConfigError, match="a server does not read it") as refused:
+            refuse_unread([*read, setting])
+        assert hint in refused.value.hint

@@ -15,6 +15,41 @@ from gyre.runconfig.run_config import RunConfig
 
 # columns of the text: no cell is folded below the first; the second where there is no terminal
 FOLDED, UNFOLDED = 72, 120
+# what a server reads of a config, and of [engine] all but these
+SERVED: dict[str, frozenset[str]] = {
+    "run": frozenset(("device", "dtype", "threads")),
+    "cluster": frozenset(
+        (
+            "start_deadline_s",
+            "call_deadline_s",
+            "hang_s",
+            "stall_s",
+            "return_s",
+            "progress_tokens",
+            "routing",
+            "multicast",
+        )
+    ),
+    "parallel": frozenset(("timeout_s",)),
+    "tokenizer": frozenset(("end_token",)),
+    "data": frozenset(("template", "system", "template_options")),
+}
+NOT_SERVED = frozenset(("vllm", "disk_folder"))
+INSTEAD = {
+    "cluster.max_restarts": "leave it out: an engine is started again 5 times within 10 minutes",
+    "cluster": "leave it out; --replicas N serves with N engines of this host",
+    "parallel": "leave it out; engine.tensor_ranks cuts each engine over several devices",
+    "memory": "leave it out; engine.kv_bytes says how much KV takes",
+    "model": "serve the folder, or the hub name, of that model",
+    "tokenizer": "serve a folder that has that tokenizer",
+    "run.seed": "leave it out; each request may have a seed",
+    "run.stop_deadline_s": "give --drain-s",
+    "observe.otlp_endpoint": "give --otlp-endpoint",
+    "observe.prometheus": "leave it out; GET /metrics is always there",
+    "engine.kind": "leave it out; gyre serve runs the native engine",
+    "engine.vllm": "leave it out; gyre serve runs the native engine",
+    "engine.disk_folder": "leave it out; a served engine stays on its device",
+}
 
 
 def run_serve(
@@ -35,12 +70,34 @@ def run_serve(
     given["name"] = given["name"] or name_of(target)
     # refused before torch is loaded
     model, config = find_model(target, config_path, overrides, revision=revision, served=True)
+    refuse_unread(overrides)
     if dry_run:
         return run_dry(model, config, as_json=as_json, **given)
     with loading():
         from gyre.launch.serving.server import ServeArgs, serve
 
     return serve(ServeArgs(folder=model, config=config, **given), as_json=as_json)
+
+
+def refuse_unread(overrides: list[str]) -> None:
+    """Raise ConfigError for a setting that was typed for the server and would change nothing. What
+    a run's own config has for its training stays."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, field = key.strip().partition(".")
+        name = f"{section}.{field}"
+        if name == "engine.kind":
+            is_read = value.strip(" '\"") == "native"
+        elif section == "engine":
+            is_read = field.partition(".")[0] not in NOT_SERVED
+        else:
+            is_read = field.partition(".")[0] in SERVED.get(section, ())
+        if not is_read:
+            instead = (text for begin, text in INSTEAD.items() if name.startswith(begin))
+            raise ConfigError(
+                f"--set {name}: a server does not read it",
+                hint=next(instead, "leave it out; it is for training"),
+            )
 
 
 def name_of(target: Path) -> str:

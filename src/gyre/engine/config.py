@@ -19,7 +19,8 @@ class EngineConfig(Section):
 
     KV memory is the first of these that is set: `num_pages`, `kv_bytes`, `kv_fraction` of the free
     bytes. Otherwise it holds `max_running` sequences of full context, within a quarter of the free
-    bytes.
+    bytes. A training run takes `num_pages` or `kv_bytes` where they are set, refuses `kv_fraction`,
+    and otherwise takes what its plan leaves.
     """
 
     page_tokens: int = Field(

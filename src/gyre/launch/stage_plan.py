@@ -175,6 +175,7 @@ def read_inputs(
     memory = config.memory
     if with_engine:
         _refuse_offloaded_actor(stage)
+        _refuse_kv_fraction(config)
     if stage.trainer.moments == "8_bit":
         check_codes("model", matrix_shapes(model))
     return PlanInputs(
@@ -203,6 +204,7 @@ def read_inputs(
         threads=config.run.threads or None,
         page_tokens=config.engine.page_tokens or None,
         kv_pages=config.engine.num_pages or None,
+        kv_bytes=config.engine.kv_bytes or None,
         kv_host_bytes=config.engine.kv_host_bytes,
         max_running=config.engine.max_running,
         max_queued=config.engine.max_queued,
@@ -224,6 +226,16 @@ def read_inputs(
         reference_average=bool(stage.trainer.reference_moving_average),
         sum_gradients=config.parallel.sum_gradients,
     )
+
+
+def _refuse_kv_fraction(config: RunConfig) -> None:
+    """Raise ConfigError for a fraction of free bytes: a run has its models in the same memory."""
+    if config.engine.kv_fraction:
+        raise ConfigError(
+            f"engine.kv_fraction = {config.engine.kv_fraction:g} in a run, whose plan sizes KV "
+            "beside the models that it trains",
+            hint="give engine.kv_bytes or engine.num_pages, or leave all three out",
+        )
 
 
 def _refuse_offloaded_actor(stage: Stage) -> None:

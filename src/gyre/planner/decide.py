@@ -347,6 +347,8 @@ def _kv_pages(
         return 0
     if inputs.kv_pages is not None:
         return inputs.kv_pages
+    if inputs.kv_bytes is not None:
+        return max(1, inputs.kv_bytes // job.engine.page_bytes)
     each, wanted = _pages_wanted(inputs, base)
     if whole:
         return wanted
@@ -373,6 +375,8 @@ def _explain_trial(inputs: PlanInputs, base: _Base, trial: _Trial) -> dict[str, 
         reasons["kv_pages"] = reasons["max_running"] = reasons["page_tokens"] = (
             "nothing is generated"
         )
+    elif inputs.kv_pages is None and inputs.kv_bytes is not None:
+        reasons["kv_pages"] = f"engine.kv_bytes = {inputs.kv_bytes}"
     elif inputs.kv_pages is None:
         each, wanted = _pages_wanted(inputs, base)
         all_run = f"{base.max_running} running × {each} pages of {base.page_tokens} tokens"

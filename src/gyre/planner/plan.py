@@ -133,6 +133,7 @@ class PlanInputs:
     threads: int | None = None
     page_tokens: int | None = None
     kv_pages: int | None = None
+    kv_bytes: int | None = None  # of the device for KV pages; counts where `kv_pages` is None
     kv_host_bytes: int = 0  # of host memory for KV of preempted completions
     max_running: int | None = None  # completions that hold pages at the same time
     max_queued: int | None = None  # completions that an engine lets wait; None: no bound

@@ -64,9 +64,10 @@ class RolloutEngineConfig(EngineConfig):
 
     KV memory is the first of these that is set: `num_pages`, `kv_bytes`, `kv_fraction` of the free
     bytes. Otherwise it holds `max_running` sequences of full context, within a quarter of the free
-    bytes. vLLM has its own settings in `engine.vllm`; of these it takes max_running, max_queued,
-    token_budget, prefix_cache and drain_deadline_s. The others size members of other hosts then,
-    which run the native engine (`cluster.members_address`).
+    bytes. A training run takes `num_pages` or `kv_bytes` where they are set, refuses `kv_fraction`,
+    and otherwise takes what its plan leaves. vLLM has its own settings in `engine.vllm`; of these
+    it takes max_running, max_queued, token_budget, prefix_cache and drain_deadline_s. The others
+    size members of other hosts then, which run the native engine (`cluster.members_address`).
     """
 
     kind: Literal["native", "vllm"] = Field(
@@ -123,6 +124,7 @@ class RunConfig(Section):
         cluster is, and keeps no journal."""
         reason = (
             self._why_no_batch()
+            or self._why_no_cold_start()
             or self._why_no_state_file()
             or self._why_no_weights_away()
             or self._why_no_tensor_ranks()
@@ -191,6 +193,11 @@ class RunConfig(Section):
             batch_invariant=self.engine.batch_invariant,
             restarts_engine=self.memory.leave.get("engine") == "destroy",
         )
+
+    def _why_no_cold_start(self) -> str | None:
+        if self.cold_start_data is not None and self.cold_start is None:
+            return "[cold_start_data] without [cold_start], which trains on it: give both"
+        return None
 
     def _why_no_engine(self, *, is_served: bool) -> str | None:
         """Return why the engine cannot run in this cluster."""

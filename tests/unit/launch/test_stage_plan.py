@@ -43,6 +43,20 @@ LABELS = {
 }
 
 
+def test_a_run_takes_kv_pages_by_number_or_by_bytes_and_no_fraction_of_what_is_free(tmp_path):
+    def plan(**engine):
+        config = online(tmp_path, engine={"page_tokens": 16, **engine}, run={"device": "cpu"})
+        (stage,), data, spec = plan_stages(config, "all"), load_online(config), WIDE
+        return plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+
+    page = 2 * WIDE.num_layers * WIDE.num_kv_heads * WIDE.head_dim * 16 * 4  # bytes
+    assert plan(kv_bytes=30 * page).kv_pages == 30
+    assert plan(kv_bytes=30 * page, num_pages=40).kv_pages == 40
+    with pytest.raises(ConfigError, match=r"engine\.kv_fraction = 0\.5 in a run") as refused:
+        plan(kv_fraction=0.5)
+    assert "engine.kv_bytes" in refused.value.hint
+
+
 def test_each_rank_of_an_engine_is_planned_for_with_its_part_of_the_model(tmp_path):
     """Weights and KV heads are cut; the trainer's states are not. The reasons say that it is one
     rank's."""

@@ -212,6 +212,11 @@ def test_pages_that_fit() -> None:
         planned(**one, kv_pages=5).kv_pages == 5
         and planned(**one, kv_pages=5).reasons["kv_pages"] == "given"
     )
+    sized = planned(**one, kv_bytes=8 * PAGE - 1)
+    assert sized.kv_pages == 7
+    assert sized.reasons["kv_pages"] == f"engine.kv_bytes = {8 * PAGE - 1}"
+    assert planned(**one, kv_bytes=1).kv_pages == 1
+    assert planned(**one, kv_pages=5, kv_bytes=8 * PAGE).kv_pages == 5
     generate = plan.working["rollout"]
     assert generate > plan.working["train"]
 

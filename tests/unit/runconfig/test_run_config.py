@@ -584,6 +584,13 @@ def test_weights_quantized_on_the_way_are_refused(engine):
     assert parse_run_config(tables, where="run.toml").cluster.weight_dtype == "same"
 
 
+def test_data_of_a_cold_start_that_there_is_not_is_refused():
+    told = refusal(cold_start_data={"source": "reasoning_gym"})
+    assert told == "[cold_start_data] without [cold_start], which trains on it: give both"
+    tables = {**MODEL, "cold_start": {"steps": 1}, "cold_start_data": {}}
+    assert parse_run_config(tables, where="run.toml").cold_start_data is not None
+
+
 def test_members_may_work_beside_vllm():
     pod = {"kind": "pod", "members_address": "127.0.0.1:0"}
     tables = {**MODEL, "engine": {"kind": "vllm"}, "cluster": pod}

@@ -429,14 +429,16 @@ class WorkerPlacement:
             eos_ids=facts.spec.eos_ids,
             scratch=self._folder / "vllm",
             emit=self._emit,
+            threads=self._count_threads(),
         )
 
+    def _count_threads(self) -> int:
+        cores: int = describe_hardware()["cores"]
+        return self._config.run.threads or max(1, cores // self._fleet.share)
+
     def _environment(self) -> dict[str, str]:
-        threads = self._config.run.threads or max(
-            1, describe_hardware()["cores"] // self._fleet.share
-        )
         environment = {
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(self._count_threads()),
             **child_environment(multicast=self._settings.multicast),
         }
         if not self._settings.address:
