@@ -98,7 +98,7 @@ def test_what_a_start_refuses_is_refused(folder, tmp_path) -> None:
             "own kernels",
         ),
         (["--set", "cluster.engine_works=2"], "did you mean"),
-        (["--set", "engine.vllm.kv_bytes=1"], "engine.vllm.kv_bytes: a server does not read it"),
+        (["--set", "engine.vllm.kv_bytes=1"], "engine.vllm: a server does not read it"),
         (["--set", "run.seed=3", "--set", "run.threads=1"], "run.seed: a server does not read it"),
     ):
         done = CliRunner().invoke(app, ["serve", str(folder), "--dry-run", "--json", *options])
@@ -109,10 +109,12 @@ def test_what_a_start_refuses_is_refused(folder, tmp_path) -> None:
 def test_settings_of_a_run_are_refused_with_what_a_server_has_instead(folder, tmp_path) -> None:
     read = ["run.threads=1", "cluster.hang_s=9", "engine.journal=false", "engine.kind=native"]
     read += ["data.template=chat", "parallel.timeout_s=9", "tokenizer.end_token=</s>"]
+    read += ["cluster={hang_s=8, stall_s=2}", "run . dtype = float32", "engine.disk_folder=there"]
     refuse_unread(read)
     for setting, hint in (
         ("engine.kind = 'vllm'", "native engine"),
         ("cluster.engine_workers=2", "--replicas"),
+        ("cluster={num_workers=2}", "--replicas"),
         ("parallel.tensor_ranks=2", "engine.tensor_ranks"),
         ("memory.leave.engine=destroy", "engine.kv_bytes"),
         ("model.path=elsewhere", "serve the folder"),

@@ -12,10 +12,11 @@ from gyre.cli.answer import loading
 from gyre.core.errors import ConfigError
 from gyre.launch.run_folder.run_folder import find_model, is_model_name
 from gyre.runconfig.run_config import RunConfig
+from gyre.runconfig.toml_tree import apply_overrides
 
 # columns of the text: no cell is folded below the first; the second where there is no terminal
 FOLDED, UNFOLDED = 72, 120
-# what a server reads of a config, and of [engine] all but these
+# what a server reads of a config, beside [engine]
 SERVED: dict[str, frozenset[str]] = {
     "run": frozenset(("device", "dtype", "threads")),
     "cluster": frozenset(
@@ -34,7 +35,6 @@ SERVED: dict[str, frozenset[str]] = {
     "tokenizer": frozenset(("end_token",)),
     "data": frozenset(("template", "system", "template_options")),
 }
-NOT_SERVED = frozenset(("vllm", "disk_folder"))
 INSTEAD = {
     "cluster.max_restarts": "leave it out: an engine is started again 5 times within 10 minutes",
     "cluster": "leave it out; --replicas N serves with N engines of this host",
@@ -44,11 +44,11 @@ INSTEAD = {
     "tokenizer": "serve a folder that has that tokenizer",
     "run.seed": "leave it out; each request may have a seed",
     "run.stop_deadline_s": "give --drain-s",
+    "run.name": "give --name",
     "observe.otlp_endpoint": "give --otlp-endpoint",
     "observe.prometheus": "leave it out; GET /metrics is always there",
     "engine.kind": "leave it out; gyre serve runs the native engine",
     "engine.vllm": "leave it out; gyre serve runs the native engine",
-    "engine.disk_folder": "leave it out; a served engine stays on its device",
 }
 
 
@@ -82,22 +82,19 @@ def run_serve(
 def refuse_unread(overrides: list[str]) -> None:
     """Raise ConfigError for a setting that was typed for the server and would change nothing. What
     a run's own config has for its training stays."""
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section, _, field = key.strip().partition(".")
-        name = f"{section}.{field}"
-        if name == "engine.kind":
-            is_read = value.strip(" '\"") == "native"
-        elif section == "engine":
-            is_read = field.partition(".")[0] not in NOT_SERVED
-        else:
-            is_read = field.partition(".")[0] in SERVED.get(section, ())
-        if not is_read:
-            instead = (text for begin, text in INSTEAD.items() if name.startswith(begin))
-            raise ConfigError(
-                f"--set {name}: a server does not read it",
-                hint=next(instead, "leave it out; it is for training"),
-            )
+    for section, fields in apply_overrides({}, overrides).items():
+        for field, value in fields.items():
+            if section == "engine":
+                is_read = field != "vllm" and (field != "kind" or value == "native")
+            else:
+                is_read = field in SERVED.get(section, ())
+            if not is_read:
+                name = f"{section}.{field}"
+                instead = (text for begin, text in INSTEAD.items() if name.startswith(begin))
+                raise ConfigError(
+                    f"--set {name}: a server does not read it",
+                    hint=next(instead, "leave it out; it is for training"),
+                )
 
 
 def name_of(target: Path) -> str:

@@ -229,10 +229,12 @@ def read_inputs(
 
 
 def _refuse_kv_fraction(config: RunConfig) -> None:
-    """Raise ConfigError for a fraction of free bytes: a run has its models in the same memory."""
-    if config.engine.kv_fraction:
+    """Raise ConfigError where a fraction of free bytes sizes KV: a run has its models in the same
+    memory."""
+    engine = config.engine
+    if engine.kv_fraction and not (engine.num_pages or engine.kv_bytes):
         raise ConfigError(
-            f"engine.kv_fraction = {config.engine.kv_fraction:g} in a run, whose plan sizes KV "
+            f"engine.kv_fraction = {engine.kv_fraction:g} in a run, whose plan sizes KV "
             "beside the models that it trains",
             hint="give engine.kv_bytes or engine.num_pages, or leave all three out",
         )

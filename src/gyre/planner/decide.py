@@ -347,9 +347,15 @@ def _kv_pages(
         return 0
     if inputs.kv_pages is not None:
         return inputs.kv_pages
-    if inputs.kv_bytes is not None:
-        return max(1, inputs.kv_bytes // job.engine.page_bytes)
     each, wanted = _pages_wanted(inputs, base)
+    if inputs.kv_bytes is not None:
+        if (pages := inputs.kv_bytes // job.engine.page_bytes) < each:
+            raise ConfigError(
+                f"engine.kv_bytes = {inputs.kv_bytes} are {pages} pages, and one sequence of "
+                f"{longest_sequence(inputs)} tokens takes {each}",
+                hint=f"give {each * job.engine.page_bytes} or more, or lower rollout.max_tokens",
+            )
+        return pages
     if whole:
         return wanted
     beside = sum(

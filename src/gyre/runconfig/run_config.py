@@ -111,7 +111,8 @@ class RunConfig(Section):
     cold_start: ColdStartConfig | None = None
     """A supervised stage before the main one; without it there is none."""
     cold_start_data: DataConfig | None = None
-    """Examples of the cold start, with the keys of [data]; else the worked traces of [data]."""
+    """Examples of the cold start, with the keys of [data]; else the worked traces of [data]. A
+    tokenizer that a run makes is trained on them too, also without a cold start."""
     snapshot: SnapshotConfig = Field(default_factory=SnapshotConfig)
     """Resumable state."""
     observe: ObserveConfig = Field(default_factory=ObserveConfig)
@@ -121,17 +122,18 @@ class RunConfig(Section):
     def check_together(self, info: ValidationInfo) -> RunConfig:
         """Raise ValueError with the first reason why values of several tables do not go together.
         The context SERVED stands for a server, which may cut its engine over ranks whatever the
-        cluster is, and keeps no journal."""
+        cluster is, keeps no journal, and trains nothing that its engine would have to agree with.
+        """
+        is_served = info.context == SERVED
         reason = (
             self._why_no_batch()
-            or self._why_no_cold_start()
             or self._why_no_state_file()
             or self._why_no_weights_away()
             or self._why_no_tensor_ranks()
             or self._why_nothing_to_compare()
-            or self._why_no_rollouts()
-            or self._why_no_engine(is_served=info.context == SERVED)
-            or self._why_no_float8()
+            or (None if is_served else self._why_no_rollouts())
+            or self._why_no_engine(is_served=is_served)
+            or (None if is_served else self._why_no_float8())
         )
         if reason:
             raise ValueError(reason)
@@ -193,11 +195,6 @@ class RunConfig(Section):
             batch_invariant=self.engine.batch_invariant,
             restarts_engine=self.memory.leave.get("engine") == "destroy",
         )
-
-    def _why_no_cold_start(self) -> str | None:
-        if self.cold_start_data is not None and self.cold_start is None:
-            return "[cold_start_data] without [cold_start], which trains on it: give both"
-        return None
 
     def _why_no_engine(self, *, is_served: bool) -> str | None:
         """Return why the engine cannot run in this cluster."""

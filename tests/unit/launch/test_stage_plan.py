@@ -51,7 +51,7 @@ def test_a_run_takes_kv_pages_by_number_or_by_bytes_and_no_fraction_of_what_is_f
 
     page = 2 * WIDE.num_layers * WIDE.num_kv_heads * WIDE.head_dim * 16 * 4  # bytes
     assert plan(kv_bytes=30 * page).kv_pages == 30
-    assert plan(kv_bytes=30 * page, num_pages=40).kv_pages == 40
+    assert plan(kv_bytes=30 * page, num_pages=40, kv_fraction=0.5).kv_pages == 40
     with pytest.raises(ConfigError, match=r"engine\.kv_fraction = 0\.5 in a run") as refused:
         plan(kv_fraction=0.5)
     assert "engine.kv_bytes" in refused.value.hint

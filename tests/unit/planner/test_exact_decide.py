@@ -215,7 +215,9 @@ def test_pages_that_fit() -> None:
     sized = planned(**one, kv_bytes=8 * PAGE - 1)
     assert sized.kv_pages == 7
     assert sized.reasons["kv_pages"] == f"engine.kv_bytes = {8 * PAGE - 1}"
-    assert planned(**one, kv_bytes=1).kv_pages == 1
+    with pytest.raises(ConfigError, match="2 pages, and one sequence of 40 tokens takes 3") as few:
+        planned(**one, kv_bytes=3 * PAGE - 1)
+    assert f"give {3 * PAGE} or more" in few.value.hint
     assert planned(**one, kv_pages=5, kv_bytes=8 * PAGE).kv_pages == 5
     generate = plan.working["rollout"]
     assert generate > plan.working["train"]

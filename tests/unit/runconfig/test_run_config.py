@@ -584,13 +584,6 @@ def test_weights_quantized_on_the_way_are_refused(engine):
     assert parse_run_config(tables, where="run.toml").cluster.weight_dtype == "same"
 
 
-def test_data_of_a_cold_start_that_there_is_not_is_refused():
-    told = refusal(cold_start_data={"source": "reasoning_gym"})
-    assert told == "[cold_start_data] without [cold_start], which trains on it: give both"
-    tables = {**MODEL, "cold_start": {"steps": 1}, "cold_start_data": {}}
-    assert parse_run_config(tables, where="run.toml").cold_start_data is not None
-
-
 def test_members_may_work_beside_vllm():
     pod = {"kind": "pod", "members_address": "127.0.0.1:0"}
     tables = {**MODEL, "engine": {"kind": "vllm"}, "cluster": pod}
@@ -653,6 +646,17 @@ def test_a_served_engine_may_have_several_ranks_whatever_the_run_works_on():
     config = parse_run_config(tables, where="run.toml", served=True)
     assert config.engine.tensor_ranks == 2
     assert read_served_config(config.model_dump_json()) == config
+
+
+def test_a_served_engine_need_not_agree_with_the_trainer_of_its_run():
+    run = {"rollout": {"top_p": 0.9}, "trainer": {"matmul": "fp8"}}
+    engine = {"tensor_ranks": 2, "batch_invariant": True}
+    tables = {**MODEL, **run, "objective": {"kind": "grpo"}, "engine": engine}
+    tables["run"] = {"dtype": "float16"}
+    config = parse_run_config(tables, where="run.toml", served=True)
+    assert config.engine.batch_invariant and config.engine.tensor_ranks == 2
+    with pytest.raises(ConfigError, match="batch_invariant"):
+        parse_run_config(tables, where="run.toml")
 
 
 def test_a_server_which_keeps_no_journal_refuses_to():
