@@ -121,9 +121,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def check_together(self, info: ValidationInfo) -> RunConfig:
         """Raise ValueError with the first reason why values of several tables do not go together.
-        The context SERVED stands for a server, which may cut its engine over ranks whatever the
-        cluster is, keeps no journal, and trains nothing that its engine would have to agree with.
-        """
+        The context SERVED stands for a server. It may cut its engine over ranks whatever the
+        cluster is, and keeps no journal. It has no trainer that its engine must agree with."""
         is_served = info.context == SERVED
         reason = (
             self._why_no_batch()
