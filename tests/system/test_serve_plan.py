@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 
 import gyre
 from gyre.cli.main import app
-from gyre.cli.serve import refuse_unread
+from gyre.cli.serve import READ, refuse_unread
 from gyre.core.errors import ConfigError, InputError
 from gyre.models.hub.load import load_hub
+from gyre.runconfig.run_config import parse_run_config
+
+TABLES = {"model": {"path": "there"}, "objective": {"kind": "sft"}}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,9 @@ def test_settings_of_a_run_are_refused_with_what_a_server_has_instead(folder, tm
     read += ["data.template=chat", "parallel.timeout_s=9", "tokenizer.end_token=</s>"]
     read += ["cluster={hang_s=8, stall_s=2}", "run . dtype = float32", "engine.disk_folder=there"]
     refuse_unread(read)
+    for section, fields in READ.items():
+        known = type(getattr(parse_run_config(TABLES, where="run.toml"), section)).model_fields
+        assert fields <= known.keys()
     for setting, hint in (
         ("engine.kind = 'vllm'", "native engine"),
         ("cluster.engine_workers=2", "--replicas"),

@@ -17,7 +17,7 @@ from gyre.runconfig.toml_tree import apply_overrides
 # columns of the text: no cell is folded below the first; the second where there is no terminal
 FOLDED, UNFOLDED = 72, 120
 # what a server reads of a config, beside [engine]
-SERVED: dict[str, frozenset[str]] = {
+READ: dict[str, frozenset[str]] = {
     "run": frozenset(("device", "dtype", "threads")),
     "cluster": frozenset(
         (
@@ -87,7 +87,7 @@ def refuse_unread(overrides: list[str]) -> None:
             if section == "engine":
                 is_read = field != "vllm" and (field != "kind" or value == "native")
             else:
-                is_read = field in SERVED.get(section, ())
+                is_read = field in READ.get(section, ())
             if not is_read:
                 name = f"{section}.{field}"
                 instead = (text for begin, text in INSTEAD.items() if name.startswith(begin))
